@@ -1,0 +1,117 @@
+"""What a device is here: GPUs where there are enough, else virtual ones; moving a tensor, counted.
+
+A *position* is a place in a list of devices. The list may name one device several times: every
+position is then a virtual device, with tensors of its own in a memory that all of them share. What
+travels between positions goes through ``move``, so that a ``Ledger`` can count it on a laptop as
+well as on eight GPUs. Notebook 02 builds on this file; the names ``try_gpu`` and ``try_all_gpus``
+are the book's (Dive into Deep Learning, section "GPUs").
+"""
+
+import platform
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+import torch
+
+
+def try_gpu(i: int = 0) -> torch.device:
+    """Return GPU number ``i`` if there is one, else the CPU."""
+    return torch.device("cuda", i) if 0 <= i < torch.cuda.device_count() else torch.device("cpu")
+
+
+def try_all_gpus() -> list[torch.device]:
+    """Return every GPU, or a list with the CPU alone where there is none: never an empty list."""
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [try_gpu()]
+
+
+def choose_devices(k: int) -> tuple[list[torch.device], str]:
+    """Return ``k`` devices, GPUs where there are as many, else virtual, and words that say which.
+
+    Virtual devices take turns on what there is, so 4 devices on 2 GPUs are two to a GPU.
+
+    Raises:
+        ValueError: ``k`` is not a positive int.
+    """
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"the number of devices must be a positive int, not {k!r}")
+    real = try_all_gpus()
+    devices = [real[i % len(real)] for i in range(k)]
+    return devices, describe(devices)
+
+
+def describe(devices: Sequence[torch.device]) -> str:
+    """Say in a few words what ``devices`` are, e.g. ``4 virtual devices on cpu``."""
+    distinct = list(dict.fromkeys(map(str, devices)))
+    if len(distinct) == len(devices):
+        return ", ".join(distinct)
+    return f"{len(devices)} virtual devices on {', '.join(distinct)}"
+
+
+def hardware() -> str:
+    """Name the machine's processors, to stand beside a timing: no timing means much without it."""
+    cores = f"{torch.get_num_threads()} threads of {_processor()}"
+    names = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    gpus = [f"{count} x {name}" for name, count in names.items()]
+    return ", ".join([*gpus, cores, f"torch {torch.__version__}"])
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+class Ledger:
+    """What ``move`` carried: ``bytes`` and ``messages`` per (source, destination) position."""
+
+    def __init__(self):
+        self.bytes: Counter = Counter()
+        self.messages: Counter = Counter()
+        self._lock = threading.Lock()  # a worker thread a device may write at the same time
+
+    def record(self, src, dst, nbytes: int) -> None:
+        """Count one message of ``nbytes`` bytes from position ``src`` to position ``dst``."""
+        with self._lock:
+            self.bytes[src, dst] += nbytes
+            self.messages[src, dst] += 1
+
+    def sent(self, position) -> int:
+        """Return the bytes that left ``position``."""
+        return sum(n for (src, _), n in self.bytes.items() if src == position)
+
+    def received(self, position) -> int:
+        """Return the bytes that arrived at ``position``."""
+        return sum(n for (_, dst), n in self.bytes.items() if dst == position)
+
+
+_ledger: ContextVar[Ledger | None] = ContextVar("ledger", default=None)
+
+
+@contextmanager
+def count_bytes() -> Iterator[Ledger]:
+    """Count, inside the ``with`` block, every byte that moves between positions."""
+    ledger = Ledger()
+    token = _ledger.set(ledger)
+    try:
+        yield ledger
+    finally:
+        _ledger.reset(token)
+
+
+def move(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Tensor:
+    """Return ``tensor`` on ``device``, on its way from position ``src`` to position ``dst``.
+
+    Positions are ints, or "host" for the place where a batch comes from. The result is the tensor
+    itself, not a copy, where both positions share one memory: read from it, do not write to it.
+    """
+    ledger = _ledger.get()
+    if ledger is not None and src != dst:
+        ledger.record(src, dst, tensor.numel() * tensor.element_size())
+    return tensor.to(device, non_blocking=True)

@@ -1,0 +1,65 @@
+"""LeNet from raw tensors: parameters, forward, loss, SGD.
+
+The network, its shapes and its names are those of Dive into Deep Learning, section "Training on
+Multiple GPUs"; LeNet is from LeCun et al., "Gradient-based learning applied to document
+recognition" (1998). Notebook 02 builds this file.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+_SHAPES = ((20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,))
+
+
+def init_params(
+    scale: float = 0.01, generator: torch.Generator | None = None
+) -> list[torch.Tensor]:
+    """Return ``[W1, b1, W2, b2, W3, b3, W4, b4]``: weights from N(0, scale²), biases zero.
+
+    Shapes: (20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,). The
+    gradients are off; ``get_params`` makes the copies that are trained.
+    """
+    params = []
+    for shape in _SHAPES:
+        if len(shape) == 1:
+            params.append(torch.zeros(shape))
+            continue
+        weight = torch.randn(shape, generator=generator) * scale
+        params.append(_channels_last(weight) if len(shape) == 4 else weight)
+    return params
+
+
+def _channels_last(weight: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers with the channels last in memory: a third less time on a CPU.
+
+    ``weight.to(memory_format=torch.channels_last)`` would leave W1 alone, whose one input channel
+    fits either format, and it is the strides of W1 that choose the format of all that follows.
+    """
+    return torch.empty(weight.shape, memory_format=torch.channels_last).copy_(weight)
+
+
+def lenet(X: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the logits, of shape (n, 10), of images ``X`` of shape (n, 1, 28, 28)."""
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
+    h1 = F.avg_pool2d(F.conv2d(X, W1, b1).relu_(), 2)  # (n, 20, 13, 13)
+    h2 = F.avg_pool2d(F.conv2d(h1, W2, b2).relu_(), 2)  # (n, 50, 4, 4)
+    h3 = torch.addmm(b3, h2.flatten(1), W3).relu_()  # (n, 128)
+    return torch.addmm(b4, h3, W4)  # (n, 10)
+
+
+def loss(y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of each example, of shape (n,): neither summed nor averaged."""
+    return F.cross_entropy(y_hat, y, reduction="none")
+
+
+@torch.no_grad()
+def sgd(params: Sequence[torch.Tensor], lr: float, batch_size: int) -> None:
+    """Take one step in place: subtract lr / batch_size times the summed gradient, then clear it.
+
+    ``batch_size`` counts the rows of the whole batch, over all devices.
+    """
+    for param in params:
+        param.sub_(param.grad, alpha=lr / batch_size)
+        param.grad = None

@@ -1,0 +1,28 @@
+"""What all tests share: GPU tests are skipped without a GPU, and random tests are repeatable."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# No deadline an example: on a shared machine one of them is always slow. The time limit of a whole
+# test is faulthandler_timeout in pyproject.toml, which prints every thread's stack and stops.
+settings.register_profile(
+    "d2lpar",
+    deadline=None,
+    max_examples=50,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("d2lpar")
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # only now: most of the project's own checks do without it
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,101 @@
+import threading
+
+import pytest
+import torch
+
+from d2lpar import Ledger, choose_devices, count_bytes, move, try_all_gpus, try_gpu
+from d2lpar.devices import describe, hardware
+
+
+def pretend_gpus(monkeypatch, count):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_without_gpus_every_function_falls_back_to_the_cpu(monkeypatch):
+    pretend_gpus(monkeypatch, 0)
+    cpu = torch.device("cpu")
+    assert try_gpu() == cpu
+    assert try_gpu(3) == cpu
+    assert try_all_gpus() == [cpu]
+    assert choose_devices(3) == ([cpu] * 3, "3 virtual devices on cpu")
+
+
+def test_gpus_are_used_where_there_are_enough(monkeypatch):
+    pretend_gpus(monkeypatch, 2)
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert try_gpu(1) == gpus[1]
+    assert try_gpu(2) == torch.device("cpu")
+    assert try_gpu(-1) == torch.device("cpu")
+    assert try_all_gpus() == gpus
+    assert choose_devices(2) == (gpus, "cuda:0, cuda:1")
+    assert choose_devices(3) == ([*gpus, gpus[0]], "3 virtual devices on cuda:0, cuda:1")
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.0, "2", None])
+def test_a_wrong_number_of_devices_is_named(k):
+    with pytest.raises(ValueError, match="number of devices must be a positive int") as error:
+        choose_devices(k)
+    assert repr(k) in str(error.value)
+
+
+def test_one_device_is_not_called_virtual():
+    assert describe([torch.device("cpu")]) == "cpu"
+
+
+def test_hardware_names_threads_and_torch():
+    assert f"{torch.get_num_threads()} threads of" in hardware()
+    assert torch.__version__ in hardware()
+
+
+def test_moving_counts_bytes_per_link_and_copies_nothing_within_one_memory():
+    x = torch.arange(6, dtype=torch.float64)
+    with count_bytes() as ledger:
+        assert move(x, torch.device("cpu"), 0, 1) is x
+        move(x[:2], torch.device("cpu"), 0, 1)
+        move(x.float(), torch.device("cpu"), 1, 2)
+        move(x, torch.device("cpu"), 2, 2)  # goes nowhere
+        move(x, torch.device("cpu"), "host", 2)
+    assert ledger.bytes == {(0, 1): 64, (1, 2): 24, ("host", 2): 48}
+    assert ledger.messages == {(0, 1): 2, (1, 2): 1, ("host", 2): 1}
+    assert (ledger.sent(0), ledger.received(0)) == (64, 0)
+    assert (ledger.sent(2), ledger.received(2)) == (0, 72)
+
+
+def test_counting_ends_with_the_block_and_blocks_nest():
+    x, cpu = torch.zeros(1), torch.device("cpu")
+    with count_bytes() as outer:
+        move(x, cpu, 0, 1)
+        with count_bytes() as inner:
+            move(x, cpu, 1, 0)
+        move(x, cpu, 0, 1)
+    move(x, cpu, 0, 1)
+    assert outer.bytes == {(0, 1): 8}
+    assert inner.bytes == {(1, 0): 4}
+
+
+def test_counting_ends_with_the_block_also_after_an_error():
+    with pytest.raises(KeyError), count_bytes() as ledger:
+        raise KeyError
+    move(torch.zeros(1), torch.device("cpu"), 0, 1)
+    assert not ledger.bytes
+
+
+def test_threads_do_not_lose_counts():
+    ledger = Ledger()
+    work = [
+        threading.Thread(target=lambda: [ledger.record(0, 1, 1) for _ in range(20_000)])
+        for _ in range(4)
+    ]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    assert ledger.bytes == {(0, 1): 80_000}
+
+
+@pytest.mark.gpu
+def test_moving_between_a_gpu_and_the_host():
+    with count_bytes() as ledger:
+        y = move(torch.ones(4), torch.device("cuda", 0), "host", 0)
+    assert y.device == torch.device("cuda", 0)
+    assert ledger.bytes == {("host", 0): 16}
