@@ -1,0 +1,255 @@
+"""Run a schedule on a list of tensors, one a device: allreduce, broadcast, and their parts.
+
+Everything here happens in one process, in place, the way the book writes ``allreduce(data)``. The
+schedule says who sends what to whom; ``_run`` does just that, one move after the other. Messages
+between positions that share a memory need no copy: the receiver reads the sender's tensor.
+Notebooks 02 and 03 build this file.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from .devices import move
+from .schedules import Move, num_chunks, ring, star, tree_broadcast
+
+Schedule = Callable[[int], list[list[Move]]]
+
+OPS = ("sum", "mean", "max", "min", "product")
+
+
+def naive_allreduce(data: Sequence[torch.Tensor]) -> None:
+    """Sum in place, the book's way: add all to ``data[0]``, then copy ``data[0]`` to all.
+
+    ``data`` holds one tensor a device, all of one shape and dtype. See ``allreduce``.
+    """
+    allreduce(data, star)
+
+
+def ring_allreduce(data: Sequence[torch.Tensor]) -> None:
+    """Sum in place, one chunk at a time around a ring: no position sends more than its share.
+
+    ``data`` holds one tensor a device, all of one shape and dtype. See ``allreduce``.
+    """
+    allreduce(data, ring)
+
+
+def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str = "sum") -> None:
+    """Reduce in place: afterwards every tensor of ``data`` holds the same bits, reduced over all.
+
+    float16 and bfloat16 travel and are reduced as float32 and are rounded once, at the end.
+
+    Args:
+        data: one tensor a device, all of one shape and dtype, contiguous or not.
+        schedule: a function k -> steps, such as ``star``, ``ring`` or ``tree``.
+        op: "sum", "mean", "max", "min" or "product".
+
+    Raises:
+        ValueError: ``data`` is empty; two of its tensors differ in shape or dtype, are the same or
+            share memory; one requires gradients outside ``no_grad``; or ``op`` is unknown, or not
+            defined for the dtype (the mean of integers).
+        TypeError: ``data`` is no list of tensors, or ``schedule`` no function.
+    """
+    _check(data, op)
+    if not callable(schedule):
+        raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
+    steps = schedule(len(data))
+    flats = [_flat(tensor, widen=True) for tensor in data]
+    _run(steps, flats, _bounds(flats[0].tensor_split(num_chunks(steps))), op)
+    _finish(flats, op)
+    _put_back(data, flats)
+
+
+def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
+    """Reduce in place, and leave each device its part: return the shards, shard r on device r.
+
+    This is the first half of the ring. Shard r is ``data[r].tensor_split(len(data))[r]``, rows of
+    dimension 0, now reduced; the other rows of ``data[r]`` are left with partial results. A tensor
+    without a dimension counts as one row. Raises what ``allreduce`` raises.
+    """
+    _check(data, op)
+    k = len(data)
+    flats = [_flat(tensor, widen=True) for tensor in data]
+    bounds = _bounds(torch.atleast_1d(data[0]).tensor_split(k))
+    _run(ring(k)[: k - 1], flats, bounds, op)
+    _finish([_part(flat, r, bounds) for r, flat in enumerate(flats)], op)
+    _put_back(data, flats)
+    return [torch.atleast_1d(tensor.detach()).tensor_split(k)[r] for r, tensor in enumerate(data)]
+
+
+def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return, for each device, all ``shards`` joined along dimension 0: a new tensor on each.
+
+    This is the second half of the ring. The shards may differ in their number of rows; one without
+    a dimension counts as a row. Raises what ``allreduce`` raises.
+    """
+    _check_tensors(shards)
+    shards = [torch.atleast_1d(shard.detach()) for shard in shards]
+    _check_alike([tuple(shard.shape[1:]) for shard in shards], "rows of shape")
+    bounds = _bounds(shards)
+    flats = [shard.new_empty(bounds[-1]) for shard in shards]
+    for r, shard in enumerate(shards):
+        _part(flats[r], r, bounds).copy_(shard.reshape(-1))
+    k = len(shards)
+    _run(ring(k)[k - 1 :], flats, bounds)
+    num_rows = sum(len(shard) for shard in shards)
+    return [flat.reshape(num_rows, *shards[0].shape[1:]) for flat in flats]
+
+
+def broadcast(data: Sequence[torch.Tensor], src: int = 0) -> None:
+    """Copy ``data[src]`` in place into every other tensor of ``data``, down a binomial tree.
+
+    Raises what ``allreduce`` raises, and ValueError for a ``src`` that is no position.
+    """
+    _check(data)
+    if not isinstance(src, int) or not 0 <= src < len(data):
+        raise ValueError(f"src is {src!r}, but the positions are 0 to {len(data) - 1}")
+    flats = [_flat(tensor, widen=False) for tensor in data]
+    _run(tree_broadcast(len(data), src), flats)
+    _put_back(data, flats)
+
+
+@torch.no_grad()
+def _run(steps, flats: list[torch.Tensor], bounds: Sequence[int] = (), op: str = "sum") -> None:
+    """Do every move of ``steps`` on the flat tensors: chunk c is bounds[c] to bounds[c + 1]."""
+    reduce_into = _reducer(op)
+    for step in steps:
+        for src, dst, chunk, reduces in step:
+            message = move(_part(flats[src], chunk, bounds), flats[dst].device, src, dst)
+            mine = _part(flats[dst], chunk, bounds)
+            if reduces:
+                reduce_into(mine, message)
+            else:
+                mine.copy_(message)
+
+
+def _reducer(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the function that reduces its second tensor into its first."""
+    return {
+        "sum": torch.Tensor.add_,
+        "mean": torch.Tensor.add_,  # and _finish divides
+        "product": torch.Tensor.mul_,
+        "max": lambda mine, message: torch.maximum(mine, message, out=mine),
+        "min": lambda mine, message: torch.minimum(mine, message, out=mine),
+    }[op]
+
+
+def _part(flat: torch.Tensor, chunk: int | range | None, bounds: Sequence[int]) -> torch.Tensor:
+    """Return the elements of a chunk, of a range of chunks, or all of them: always a view."""
+    if chunk is None:
+        return flat
+    first, last = (chunk[0], chunk[-1]) if isinstance(chunk, range) else (chunk, chunk)
+    return flat[bounds[first] : bounds[last + 1]]
+
+
+def _bounds(parts: Sequence[torch.Tensor]) -> list[int]:
+    return [0, *accumulate(part.numel() for part in parts)]
+
+
+def _flat(tensor: torch.Tensor, widen: bool) -> torch.Tensor:
+    """Return the elements in one dimension: a view where the layout allows it, else a copy."""
+    flat = tensor.detach().reshape(-1)
+    return flat.float() if widen and _is_low_precision(tensor.dtype) else flat
+
+
+def _is_low_precision(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+@torch.no_grad()
+def _finish(flats: Sequence[torch.Tensor], op: str) -> None:
+    """Divide the sum by the number of devices where the mean was asked for."""
+    if op == "mean":
+        for flat in flats:
+            flat.div_(len(flats))
+
+
+@torch.no_grad()
+def _put_back(data: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
+    """Copy the results into those tensors of ``data`` that the flat ones are copies of."""
+    for tensor, flat in zip(data, flats, strict=True):
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.reshape(tensor.shape))
+
+
+def _check(data: Sequence[torch.Tensor], op: str = "sum") -> None:
+    """Refuse what would give a wrong result or lose a tensor, naming positions and both values."""
+    if op not in OPS:
+        raise ValueError(f"op is {op!r}, which is none of {', '.join(OPS)}")
+    _check_tensors(data)
+    _check_alike([tuple(tensor.shape) for tensor in data], "shape")
+    dtype = data[0].dtype
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"the mean of {dtype} is no {dtype}: take the sum, or convert to float")
+    if op in ("max", "min") and dtype.is_complex:
+        raise ValueError(f"{op} is not defined for {dtype}: complex numbers have no order")
+    _check_memory(data)
+
+
+def _check_tensors(data: Sequence[torch.Tensor]) -> None:
+    if not isinstance(data, (list, tuple)):
+        raise TypeError(f"data must be a list of tensors, one a device, not {type(data).__name__}")
+    if not data:
+        raise ValueError("data is empty: it must hold one tensor a device")
+    for i, tensor in enumerate(data):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"data[{i}] is a {type(tensor).__name__}, not a tensor")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"data[{i}] requires gradients, which a collective does not record: pass its "
+                ".grad or its .detach(), or call inside torch.no_grad()"
+            )
+    _check_alike([tensor.dtype for tensor in data], "dtype")
+
+
+def _check_alike(values: Sequence, what: str) -> None:
+    for i, value in enumerate(values):
+        if value != values[0]:
+            raise ValueError(f"data[0] has {what} {values[0]}, but data[{i}] has {what} {value}")
+
+
+def _check_memory(data: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors that share an element of memory: it would be reduced into itself."""
+    spans = []  # (device, first byte, last byte) of every tensor that has elements
+    for tensor in data:
+        if tensor.numel():
+            num_bytes = _reach(tensor) * tensor.element_size()
+            spans.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + num_bytes))
+    spans.sort()
+    if any(a[0] == b[0] and a[2] > b[1] for a, b in pairwise(spans)) or any(
+        _reach(tensor) < tensor.numel() for tensor in data
+    ):
+        _check_elements(data)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Return the number of elements of memory from the tensor's first to its last, inclusive."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _check_elements(data: Sequence[torch.Tensor]) -> None:
+    """Compare the address of every element: columns of one matrix interleave, but are apart."""
+    addresses, owners = [], []
+    for i, tensor in enumerate(data):
+        offsets = torch.arange(_reach(tensor)).as_strided(tensor.shape, tensor.stride())
+        addresses.append(tensor.data_ptr() + offsets.reshape(-1) * tensor.element_size())
+        owners.append(torch.full((tensor.numel(),), i))
+    sorted_addresses, order = torch.cat(addresses).sort()
+    clashes = (sorted_addresses.diff() < data[0].element_size()).nonzero()
+    if len(clashes):
+        first = int(clashes[0])
+        i, j = sorted(torch.cat(owners)[order[first : first + 2]].tolist())
+        raise ValueError(_shared_memory(data, i, j))
+
+
+def _shared_memory(data: Sequence[torch.Tensor], i: int, j: int) -> str:
+    if i == j:
+        strides = data[i].stride()
+        return f"data[{i}] is an expanded view (strides {strides}): pass its .clone()"
+    if data[i] is data[j]:
+        return f"data[{i}] and data[{j}] are the same tensor: pass a copy for each device"
+    places = [f"data[{n}] (storage offset {data[n].storage_offset()})" for n in (i, j)]
+    return f"{places[0]} and {places[1]} share memory: pass a copy for each device"

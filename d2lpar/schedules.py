@@ -1,0 +1,181 @@
+"""Collectives as data: who sends which chunk to whom, at which step.
+
+A schedule is a function ``k -> steps`` for ``k`` participants. The steps happen one after the
+other; the moves of one step happen at the same time. The same list is run on tensors
+(``collectives``), walked with a clock (``cost``) and drawn (``plot``).
+
+Notebook 03 builds this file. Sources: the ring is Patarasu and Yuan, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations" (2009); halving and doubling is Rabenseifner,
+"Optimization of collective reduction operations" (2004); the tree is the binomial tree of
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH"
+(2005).
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+
+class Move(NamedTuple):
+    """One message: ``src`` sends ``chunk`` to ``dst``, which reduces it into its own or takes it.
+
+    ``chunk`` is an int, a ``range`` of adjacent chunks sent as one message, or None for the whole
+    tensor. A schedule that names chunks cuts the tensor into 1 + the largest of them.
+    """
+
+    src: int
+    dst: int
+    chunk: int | range | None
+    reduce: bool
+
+
+def star(k: int) -> list[list[Move]]:
+    """Everyone sends the whole tensor to participant 0, which adds up and sends the sum back.
+
+    2 steps; the hub receives and sends k - 1 whole tensors. This is the book's ``allreduce``.
+    """
+    collect = [Move(i, 0, None, True) for i in range(1, k)]
+    hand_out = [Move(0, i, None, False) for i in range(1, k)]
+    return [collect, hand_out] if k > 1 else []
+
+
+def ring(k: int) -> list[list[Move]]:
+    """Everyone sends one chunk to the next participant in each step, around the ring twice.
+
+    2(k - 1) steps of one chunk: no participant sends more than 2(k - 1)/k of the tensor. After the
+    first k - 1 steps (the reduce-scatter) participant r holds the whole sum of chunk r.
+    """
+    steps = []
+    for s in range(k - 1):  # chunk c starts at participant c + 1 and is complete at c
+        steps.append([Move(r, (r + 1) % k, (r - s - 1) % k, True) for r in range(k)])
+    for s in range(k - 1):  # and goes round once more, to be taken by everyone
+        steps.append([Move(r, (r + 1) % k, (r - s) % k, False) for r in range(k)])
+    return steps
+
+
+def tree(k: int) -> list[list[Move]]:
+    """Pairs, then pairs of pairs: the sum climbs a binomial tree to participant 0 and comes down.
+
+    2·ceil(log2 k) steps, each of whole tensors.
+    """
+    up, distance = [], 1
+    while distance < k:
+        senders = range(distance, k, 2 * distance)
+        up.append([Move(r, r - distance, None, True) for r in senders])
+        distance *= 2
+    down = [[Move(m.dst, m.src, None, False) for m in step] for step in reversed(up)]
+    return up + down
+
+
+def direct(k: int) -> list[list[Move]]:
+    """Participant c adds up chunk c, sent to it by all the others, and hands the sum to all.
+
+    2 steps, in each of which every participant sends k - 1 chunks: exercise 3 of the book's
+    section on several GPUs.
+    """
+    pairs = [(r, (r + i) % k) for i in range(1, k) for r in range(k)]
+    collect = [Move(src, dst, dst, True) for src, dst in pairs]
+    hand_out = [Move(src, dst, src, False) for src, dst in pairs]
+    return [collect, hand_out] if k > 1 else []
+
+
+def halving_doubling(k: int) -> list[list[Move]]:
+    """Partners swap halves of what they still hold, then quarters, …, and back again.
+
+    For a power of two: 2·log2 k steps and the ring's bytes. Otherwise the p = 2^floor(log2 k) first
+    participants do that, after each of the others has added its tensor to the one p places before
+    it and before it is handed the result: two more steps, of whole tensors.
+    """
+    p = 1 << (k.bit_length() - 1)
+    fold = [Move(r, r - p, None, True) for r in range(p, k)]
+    unfold = [Move(r - p, r, None, False) for r in range(p, k)]
+    halving, doubling = [], []
+    m = p // 2
+    while m:  # partners are m apart; a block of m chunks, aligned at a multiple of m, is swapped
+        block = [range(r // m * m, r // m * m + m) for r in range(p)]  # the block that r keeps
+        halving.append([Move(r, r ^ m, block[r ^ m], True) for r in range(p)])
+        doubling.append([Move(r, r ^ m, block[r], False) for r in range(p)])
+        m //= 2
+    steps = [fold] + halving + doubling[::-1] + [unfold]
+    return [step for step in steps if step]
+
+
+def tree_broadcast(k: int, src: int = 0) -> list[list[Move]]:
+    """The second half of ``tree``, with the participants renumbered so that ``src`` is the root."""
+    steps = tree(k)
+    down = steps[len(steps) // 2 :]
+    return [
+        [Move((m.src + src) % k, (m.dst + src) % k, None, False) for m in step] for step in down
+    ]
+
+
+def num_chunks(steps: list[list[Move]]) -> int:
+    """The number of chunks into which a schedule cuts the tensor: 1 + the largest that it names."""
+    return 1 + max((_last(m.chunk) for step in steps for m in step), default=0)
+
+
+def _last(chunk: int | range | None) -> int:
+    if chunk is None:
+        return 0
+    return chunk[-1] if isinstance(chunk, range) else chunk
+
+
+def holdings(steps: list[list[Move]], k: int) -> list[list[list[Counter]]]:
+    """Return what everyone holds before the first step and after each of them.
+
+    ``holdings(steps, k)[step][participant][chunk]`` counts whose contributions are in that chunk.
+
+    Raises:
+        ValueError: a move names a participant that is not there, sends to itself, or sends in a
+            step a chunk that is overwritten in it, so that the outcome would hang on the order.
+    """
+    chunks = range(num_chunks(steps))
+    now = [[Counter({r: 1}) for _ in chunks] for r in range(k)]
+    history = [now]
+    for number, step in enumerate(steps, start=1):
+        _check_step(number, step, k, chunks)
+        now = [list(row) for row in now]
+        for src, dst, chunk, reduces in step:
+            for c in _expand(chunk, chunks):
+                message = history[-1][src][c]
+                now[dst][c] = now[dst][c] + message if reduces else message
+        history.append(now)
+    return history
+
+
+def verify_allreduce(schedule, k: int) -> None:
+    """Check that after ``schedule(k)`` everyone holds every contribution exactly once.
+
+    Raises:
+        ValueError: naming the first participant and chunk that does not, and what it holds.
+    """
+    for r, row in enumerate(holdings(schedule(k), k)[-1]):
+        for c, held in enumerate(row):
+            if held != Counter(range(k)):
+                missing = [i for i in range(k) if not held[i]]
+                twice = [i for i in range(k) if held[i] > 1]
+                raise ValueError(
+                    f"at the end participant {r} holds of chunk {c} the contributions "
+                    f"{sorted(held.elements())}: missing are {missing}, counted twice {twice}"
+                )
+
+
+def _check_step(number: int, step: list[Move], k: int, chunks: range) -> None:
+    sent, written = {}, {}
+    for m in step:
+        if not (0 <= m.src < k and 0 <= m.dst < k) or m.src == m.dst:
+            raise ValueError(
+                f"step {number}: {m} is no message between two of participants 0 to {k - 1}"
+            )
+        for c in _expand(m.chunk, chunks):
+            sent[m.src, c] = written[m.dst, c] = m
+    for place in sent.keys() & written.keys():
+        raise ValueError(
+            f"step {number}: participant {place[0]} sends chunk {place[1]} in {sent[place]} "
+            f"while it is overwritten by {written[place]}"
+        )
+
+
+def _expand(chunk: int | range | None, chunks: range) -> range:
+    if chunk is None:
+        return chunks
+    return chunk if isinstance(chunk, range) else range(chunk, chunk + 1)

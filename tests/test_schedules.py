@@ -1,0 +1,179 @@
+from collections import Counter
+from math import ceil, log2
+
+import pytest
+
+from d2lpar.schedules import (
+    Move,
+    direct,
+    halving_doubling,
+    holdings,
+    num_chunks,
+    ring,
+    star,
+    tree,
+    tree_broadcast,
+    verify_allreduce,
+)
+
+SCHEDULES = (star, ring, tree, direct, halving_doubling)
+
+
+def chunks_moved(steps, k):
+    """Chunks sent and received by each participant, the whole tensor counting as all of them."""
+    total, sent, received = num_chunks(steps), Counter(), Counter()
+    for step in steps:
+        for src, dst, chunk, _ in step:
+            size = total if chunk is None else len(chunk) if isinstance(chunk, range) else 1
+            sent[src] += size
+            received[dst] += size
+    return [sent[r] for r in range(k)], [received[r] for r in range(k)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("k", range(1, 18))
+def test_everyone_ends_with_every_contribution_exactly_once(schedule, k):
+    verify_allreduce(schedule, k)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_participant_has_nothing_to_do(schedule):
+    assert schedule(1) == []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_step_is_empty(schedule):
+    assert all(step for k in range(2, 18) for step in schedule(k))
+
+
+@pytest.mark.parametrize("k", range(2, 18))
+def test_the_star_has_two_steps_and_a_hub(k):
+    steps = star(k)
+    assert len(steps) == 2
+    assert chunks_moved(steps, k) == ([k - 1] + [1] * (k - 1), [k - 1] + [1] * (k - 1))
+
+
+@pytest.mark.parametrize("k", range(2, 18))
+def test_the_ring_sends_one_chunk_to_the_next_in_each_of_its_steps(k):
+    steps = ring(k)
+    assert len(steps) == 2 * (k - 1)
+    assert num_chunks(steps) == k
+    for step in steps:
+        assert sorted((m.src, m.dst) for m in step) == [(r, (r + 1) % k) for r in range(k)]
+        assert sorted(m.chunk for m in step) == list(range(k))
+    assert chunks_moved(steps, k) == ([2 * (k - 1)] * k, [2 * (k - 1)] * k)
+
+
+@pytest.mark.parametrize("k", range(2, 18))
+def test_halfway_round_the_ring_participant_r_holds_the_sum_of_chunk_r(k):
+    halfway = holdings(ring(k), k)[k - 1]
+    for r in range(k):
+        assert halfway[r][r] == Counter(range(k))
+        assert all(halfway[r][c] != Counter(range(k)) for c in range(k) if c != r)
+
+
+@pytest.mark.parametrize("k", range(2, 18))
+def test_the_tree_takes_two_rounds_a_level(k):
+    steps = tree(k)
+    assert len(steps) == 2 * ceil(log2(k))
+    for step in steps:  # nobody is in two messages at once
+        assert max(Counter(r for m in step for r in (m.src, m.dst)).values()) == 1
+    assert sum(map(len, steps)) == 2 * (k - 1)
+
+
+@pytest.mark.parametrize("k", range(2, 18))
+def test_direct_takes_two_rounds_of_k_minus_1_chunks(k):
+    steps = direct(k)
+    assert len(steps) == 2
+    assert num_chunks(steps) == k
+    for step in steps:
+        assert Counter(m.src for m in step) == Counter(dict.fromkeys(range(k), k - 1))
+    assert chunks_moved(steps, k) == ([2 * (k - 1)] * k, [2 * (k - 1)] * k)
+
+
+@pytest.mark.parametrize("k", [2, 4, 8, 16])
+def test_halving_doubling_takes_few_steps_and_the_rings_bytes(k):
+    steps = halving_doubling(k)
+    assert len(steps) == 2 * log2(k)
+    assert num_chunks(steps) == k
+    for step in steps:  # one message each
+        assert Counter(m.src for m in step) == Counter(range(k))
+    assert chunks_moved(steps, k) == chunks_moved(ring(k), k)
+
+
+@pytest.mark.parametrize("k", [3, 5, 6, 7, 9, 15])
+def test_halving_doubling_adds_two_steps_where_k_is_no_power_of_two(k):
+    assert len(halving_doubling(k)) == 2 * (int(log2(k)) + 1)
+
+
+@pytest.mark.parametrize("k", range(1, 10))
+def test_a_broadcast_brings_the_sources_contribution_to_all(k):
+    for src in range(k):
+        steps = tree_broadcast(k, src)
+        assert len(steps) == (ceil(log2(k)) if k > 1 else 0)
+        assert all(held == [Counter([src])] for held in holdings(steps, k)[-1])
+
+
+# What others have published, or written on the first try: each must be caught.
+
+
+def without_the_last_step(k):
+    return ring(k)[:-1]
+
+
+def adds_one_contribution_twice(k):
+    return [star(k)[0] + star(k)[0][:1], star(k)[1]]
+
+
+def forgets_a_participant(k):
+    return [[m for m in step if k - 1 not in m[:2]] for step in star(k)]
+
+
+def adds_instead_of_taking(k):
+    return [[m._replace(reduce=True) for m in step] for step in ring(k)]
+
+
+def takes_instead_of_adding(k):
+    return [[m._replace(reduce=False) for m in step] for step in ring(k)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        without_the_last_step,
+        adds_one_contribution_twice,
+        forgets_a_participant,
+        adds_instead_of_taking,
+        takes_instead_of_adding,
+    ],
+)
+def test_a_wrong_schedule_is_refused_with_what_is_missing_and_what_is_twice(wrong):
+    with pytest.raises(ValueError, match=r"participant \d holds of chunk \d .* missing are"):
+        verify_allreduce(wrong, 4)
+
+
+@pytest.mark.parametrize(
+    ("move", "words"),
+    [
+        (Move(0, 4, None, True), "0 to 3"),
+        (Move(-1, 0, None, True), "0 to 3"),
+        (Move(2, 2, 0, True), "no message between two"),
+    ],
+)
+def test_a_move_must_join_two_participants(move, words):
+    with pytest.raises(ValueError, match=f"step 1: .*{words}"):
+        holdings([[move]], 4)
+
+
+def test_a_chunk_must_not_be_sent_and_overwritten_in_one_step():
+    swap = [[Move(0, 1, None, True), Move(1, 0, None, True)]]
+    with pytest.raises(ValueError, match=r"step 1: participant . sends chunk 0 .* overwritten"):
+        holdings(swap, 2)
+    overlap = [[Move(0, 1, range(0, 2), True), Move(1, 0, 1, True)]]
+    with pytest.raises(ValueError, match="sends chunk 1"):
+        holdings(overlap, 2)
+
+
+def test_the_number_of_chunks_is_one_more_than_the_largest_named():
+    assert num_chunks([]) == num_chunks(star(3)) == 1
+    assert num_chunks([[Move(0, 1, 4, True), Move(0, 1, range(2, 7), True)]]) == 7
