@@ -1,0 +1,26 @@
+"""d2lpar: how deep networks are trained on many devices, every part built by hand on torch.
+
+The notebooks of this repository build what stands here; each file is one concept.
+"""
+
+from .collectives import (
+    all_gather,
+    allreduce,
+    broadcast,
+    naive_allreduce,
+    reduce_scatter,
+    ring_allreduce,
+)
+from .data import DataError, load_data_fashion_mnist, read_idx
+from .devices import Ledger, choose_devices, count_bytes, move, try_all_gpus, try_gpu
+from .network import init_params, lenet, loss, sgd
+from .schedules import Move, direct, halving_doubling, ring, star, tree
+from .training import (
+    History,
+    accuracy,
+    get_params,
+    print_progress,
+    split_batch,
+    train,
+    train_batch,
+)

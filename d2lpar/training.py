@@ -1,0 +1,177 @@
+"""Data-parallel training: a replica a device, a shard of every batch for each, one allreduce.
+
+``get_params``, ``split_batch``, ``train_batch`` and ``train`` are those of Dive into Deep Learning,
+section "Training on Multiple GPUs", made to hold on virtual devices too. Notebook 02 builds this
+file.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .collectives import ring_allreduce
+from .data import load_data_fashion_mnist
+from .devices import choose_devices, hardware, move
+from .network import init_params, lenet, loss, sgd
+
+
+def get_params(params: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return a copy of ``params`` on ``device`` that shares nothing with them, gradients on."""
+    return [param.detach().to(device, copy=True).requires_grad_() for param in params]
+
+
+def split_batch(
+    X: torch.Tensor, y: torch.Tensor, devices: Sequence[torch.device]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Split the rows of ``X`` and ``y`` into one shard a device: ``(X_shards, y_shards)``.
+
+    The shards differ by at most one row and keep the order; with fewer rows than devices the last
+    ones are empty.
+
+    Raises:
+        ValueError: ``X`` and ``y`` differ in their number of rows, or there is no device.
+    """
+    if not devices:
+        raise ValueError("devices is empty: there must be at least one")
+    if X.shape[:1] != y.shape[:1]:
+        raise ValueError(f"X has shape {tuple(X.shape)}, but y has shape {tuple(y.shape)}")
+    return _shards(X, devices), _shards(y, devices)
+
+
+def _shards(rows: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    shards = rows.tensor_split(len(devices))
+    return [move(shard, devices[i], "host", i) for i, shard in enumerate(shards)]
+
+
+def train_batch(
+    X: torch.Tensor,
+    y: torch.Tensor,
+    device_params: Sequence[Sequence[torch.Tensor]],
+    devices: Sequence[torch.device],
+    lr: float,
+    allreduce: Callable[[list[torch.Tensor]], None] = ring_allreduce,
+) -> torch.Tensor:
+    """Take one step of SGD in place on every replica and return the loss summed over the batch.
+
+    Each device sums the gradient over its shard, the allreduce sums over devices, and every replica
+    divides by the number of rows of the whole batch: so one device or many, even shards or ragged,
+    the step is the same.
+
+    Raises:
+        ValueError: the batch is empty, ``X`` and ``y`` differ in rows, or replicas and devices in
+            number.
+    """
+    if len(X) == 0:
+        raise ValueError("the batch is empty: its mean gradient is not defined")
+    if len(device_params) != len(devices):
+        raise ValueError(f"there are {len(device_params)} replicas for {len(devices)} devices")
+    X_shards, y_shards = split_batch(X, y, devices)
+    losses = [
+        loss(lenet(X_shard, params), y_shard).sum()
+        for X_shard, y_shard, params in zip(X_shards, y_shards, device_params, strict=True)
+    ]
+    for shard_loss in losses:  # on GPUs these calls return at once, so the devices work in parallel
+        shard_loss.backward()
+    for grads in zip(*[[param.grad for param in params] for params in device_params], strict=True):
+        allreduce(list(grads))
+    for params in device_params:
+        sgd(params, lr, len(X))
+    return sum(move(shard_loss.detach(), devices[0], i, 0) for i, shard_loss in enumerate(losses))
+
+
+@torch.no_grad()
+def accuracy(
+    device_params: Sequence[Sequence[torch.Tensor]],
+    devices: Sequence[torch.device],
+    test_iter: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> float:
+    """Return the fraction of the examples of ``test_iter`` that the network gets right.
+
+    Every device works on a shard of each batch: exercise 4 of the book's section.
+    """
+    correct, total = [0] * len(devices), 0
+    for X, y in test_iter:
+        shards = zip(*split_batch(X, y, devices), device_params, strict=True)
+        for i, (X_shard, y_shard, params) in enumerate(shards):
+            correct[i] += (lenet(X_shard, params).argmax(dim=1) == y_shard).sum()
+        total += len(y)
+    return sum(int(count) for count in correct) / total
+
+
+@dataclass
+class History:
+    """What a training run measured: the lists have one entry for each epoch that is over."""
+
+    num_epochs: int
+    devices: str  # what the devices are
+    hardware: str  # what they run on
+    loss: list[float] = field(default_factory=list)  # mean over the examples of the epoch
+    accuracy: list[float] = field(default_factory=list)  # on the test set, after the epoch
+    seconds: list[float] = field(default_factory=list)  # of the epoch's training, testing aside
+    device_params: list[list[torch.Tensor]] = field(default_factory=list, repr=False)
+
+
+def print_progress(history: History) -> None:
+    """Print a line about the epoch that has just ended: what ``train`` does by default."""
+    epoch = len(history.loss)
+    if epoch == 1:
+        print(f"{history.devices} ({history.hardware})")
+    print(
+        f"epoch {epoch:2}/{history.num_epochs}: loss {history.loss[-1]:.3f}, "
+        f"test accuracy {history.accuracy[-1]:.3f}, {history.seconds[-1]:.1f} s"
+    )
+    sys.stdout.flush()
+
+
+def train(
+    num_devices: int,
+    batch_size: int,
+    lr: float,
+    num_epochs: int = 10,
+    *,
+    allreduce: Callable[[list[torch.Tensor]], None] = ring_allreduce,
+    seed: int = 0,
+    on_progress: Callable[[History], None] = print_progress,
+) -> History:
+    """Train LeNet on Fashion-MNIST, data-parallel on ``num_devices`` devices, real or virtual.
+
+    Args:
+        num_devices: how many replicas, each on a device of its own where there are enough GPUs.
+        batch_size: rows of a batch, over all devices together.
+        lr: the learning rate, for the gradient averaged over the batch.
+        num_epochs: passes over the training set.
+        allreduce: sums a list of gradients, one a device, in place.
+        seed: of the parameters and of the order of the examples: the same seed means the same
+            start and the same batches for every number of devices.
+        on_progress: called with the history so far after every epoch.
+
+    Returns:
+        The history, with the trained replicas in ``device_params``.
+
+    Raises:
+        ValueError: a number is not positive.
+        DataError: the data set is missing or damaged.
+    """
+    if not isinstance(num_epochs, int) or num_epochs < 1:
+        raise ValueError(f"num_epochs must be a positive int, not {num_epochs!r}")
+    if not lr > 0:
+        raise ValueError(f"lr must be positive, not {lr!r}")
+    devices, description = choose_devices(num_devices)
+    train_iter, test_iter = load_data_fashion_mnist(batch_size, seed=seed, device=devices[0])
+    params = init_params(generator=torch.Generator().manual_seed(seed))
+    device_params = [get_params(params, device) for device in devices]
+    history = History(num_epochs, description, hardware(), device_params=device_params)
+    for _ in range(num_epochs):
+        start = time.perf_counter()
+        total = torch.zeros((), dtype=torch.float64, device=devices[0])
+        for X, y in train_iter:
+            total += train_batch(X, y, device_params, devices, lr, allreduce)
+        mean_loss = total.item() / len(train_iter.images)  # .item() waits for all that was queued
+        history.seconds.append(time.perf_counter() - start)
+        history.loss.append(mean_loss)
+        history.accuracy.append(accuracy(device_params, devices, test_iter))
+        on_progress(history)
+    return history
