@@ -1,8 +1,8 @@
 """Run a schedule on a list of tensors, one a device: allreduce, broadcast, and their parts.
 
 Everything here happens in one process, in place, the way the book writes ``allreduce(data)``. The
-schedule says who sends what to whom; ``_run`` does just that, one move after the other. Messages
-between positions that share a memory need no copy: the receiver reads the sender's tensor.
+schedule says who sends what to whom; ``run_schedule`` does just that, one move after the other.
+Messages between positions that share a memory need no copy: the receiver reads the sender's tensor.
 Notebooks 02 and 03 build this file.
 """
 
@@ -56,7 +56,7 @@ def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str =
         raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
     steps = schedule(len(data))
     flats = [_flat(tensor, widen=True) for tensor in data]
-    _run(steps, flats, _bounds(flats[0].tensor_split(num_chunks(steps))), op)
+    run_schedule(steps, flats, _bounds(flats[0].tensor_split(num_chunks(steps))), op)
     _finish(flats, op)
     _put_back(data, flats)
 
@@ -72,8 +72,8 @@ def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.
     k = len(data)
     flats = [_flat(tensor, widen=True) for tensor in data]
     bounds = _bounds(torch.atleast_1d(data[0]).tensor_split(k))
-    _run(ring(k)[: k - 1], flats, bounds, op)
-    _finish([_part(flat, r, bounds) for r, flat in enumerate(flats)], op)
+    run_schedule(ring(k)[: k - 1], flats, bounds, op)
+    _finish([part_of(flat, r, bounds) for r, flat in enumerate(flats)], op)
     _put_back(data, flats)
     return [torch.atleast_1d(tensor.detach()).tensor_split(k)[r] for r, tensor in enumerate(data)]
 
@@ -90,9 +90,9 @@ def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     bounds = _bounds(shards)
     flats = [shard.new_empty(bounds[-1]) for shard in shards]
     for r, shard in enumerate(shards):
-        _part(flats[r], r, bounds).copy_(shard.reshape(-1))
+        part_of(flats[r], r, bounds).copy_(shard.reshape(-1))
     k = len(shards)
-    _run(ring(k)[k - 1 :], flats, bounds)
+    run_schedule(ring(k)[k - 1 :], flats, bounds)
     num_rows = sum(len(shard) for shard in shards)
     return [flat.reshape(num_rows, *shards[0].shape[1:]) for flat in flats]
 
@@ -106,25 +106,27 @@ def broadcast(data: Sequence[torch.Tensor], src: int = 0) -> None:
     if not isinstance(src, int) or not 0 <= src < len(data):
         raise ValueError(f"src is {src!r}, but the positions are 0 to {len(data) - 1}")
     flats = [_flat(tensor, widen=False) for tensor in data]
-    _run(tree_broadcast(len(data), src), flats)
+    run_schedule(tree_broadcast(len(data), src), flats)
     _put_back(data, flats)
 
 
 @torch.no_grad()
-def _run(steps, flats: list[torch.Tensor], bounds: Sequence[int] = (), op: str = "sum") -> None:
+def run_schedule(
+    steps, flats: list[torch.Tensor], bounds: Sequence[int] = (), op: str = "sum"
+) -> None:
     """Do every move of ``steps`` on the flat tensors: chunk c is bounds[c] to bounds[c + 1]."""
-    reduce_into = _reducer(op)
+    reduce_into = reducer(op)
     for step in steps:
         for src, dst, chunk, reduces in step:
-            message = move(_part(flats[src], chunk, bounds), flats[dst].device, src, dst)
-            mine = _part(flats[dst], chunk, bounds)
+            message = move(part_of(flats[src], chunk, bounds), flats[dst].device, src, dst)
+            mine = part_of(flats[dst], chunk, bounds)
             if reduces:
                 reduce_into(mine, message)
             else:
                 mine.copy_(message)
 
 
-def _reducer(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def reducer(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return the function that reduces its second tensor into its first."""
     return {
         "sum": torch.Tensor.add_,
@@ -135,7 +137,7 @@ def _reducer(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     }[op]
 
 
-def _part(flat: torch.Tensor, chunk: int | range | None, bounds: Sequence[int]) -> torch.Tensor:
+def part_of(flat: torch.Tensor, chunk: int | range | None, bounds: Sequence[int]) -> torch.Tensor:
     """Return the elements of a chunk, of a range of chunks, or all of them: always a view."""
     if chunk is None:
         return flat

@@ -18,6 +18,9 @@ from .devices import choose_devices, hardware, move
 from .network import init_params, lenet, loss, sgd
 
 
+AllReduce = Callable[[list[torch.Tensor]], None]  # sums a list of tensors, in place
+
+
 def get_params(params: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Return a copy of ``params`` on ``device`` that shares nothing with them, gradients on."""
     return [param.detach().to(device, copy=True).requires_grad_() for param in params]
@@ -52,7 +55,7 @@ def train_batch(
     device_params: Sequence[Sequence[torch.Tensor]],
     devices: Sequence[torch.device],
     lr: float,
-    allreduce: Callable[[list[torch.Tensor]], None] = ring_allreduce,
+    allreduce: AllReduce = ring_allreduce,
 ) -> torch.Tensor:
     """Take one step of SGD in place on every replica and return the loss summed over the batch.
 
@@ -82,6 +85,21 @@ def train_batch(
     return sum(move(shard_loss.detach(), devices[0], i, 0) for i, shard_loss in enumerate(losses))
 
 
+def train_epoch(
+    train_iter: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    device_params: Sequence[Sequence[torch.Tensor]],
+    devices: Sequence[torch.device],
+    lr: float,
+    allreduce: AllReduce = ring_allreduce,
+) -> float:
+    """Train on every batch of ``train_iter`` in turn; return the mean loss of its examples."""
+    total, rows = torch.zeros((), dtype=torch.float64, device=devices[0]), 0
+    for X, y in train_iter:
+        total += train_batch(X, y, device_params, devices, lr, allreduce)
+        rows += len(X)
+    return total.item() / rows  # .item() also waits for all that is still queued on the devices
+
+
 @torch.no_grad()
 def accuracy(
     device_params: Sequence[Sequence[torch.Tensor]],
@@ -108,10 +126,10 @@ class History:
     num_epochs: int
     devices: str  # what the devices are
     hardware: str  # what they run on
+    device_params: list[list[torch.Tensor]] = field(repr=False)  # one replica a device
     loss: list[float] = field(default_factory=list)  # mean over the examples of the epoch
     accuracy: list[float] = field(default_factory=list)  # on the test set, after the epoch
     seconds: list[float] = field(default_factory=list)  # of the epoch's training, testing aside
-    device_params: list[list[torch.Tensor]] = field(default_factory=list, repr=False)
 
 
 def print_progress(history: History) -> None:
@@ -126,13 +144,20 @@ def print_progress(history: History) -> None:
     sys.stdout.flush()
 
 
+def require_positive(**numbers: float) -> None:
+    """Raise ValueError for the first of ``numbers`` that is not positive, naming it."""
+    for name, number in numbers.items():
+        if not number > 0:
+            raise ValueError(f"{name} must be positive, not {number!r}")
+
+
 def train(
     num_devices: int,
     batch_size: int,
     lr: float,
     num_epochs: int = 10,
     *,
-    allreduce: Callable[[list[torch.Tensor]], None] = ring_allreduce,
+    allreduce: AllReduce = ring_allreduce,
     seed: int = 0,
     on_progress: Callable[[History], None] = print_progress,
 ) -> History:
@@ -155,23 +180,16 @@ def train(
         ValueError: a number is not positive.
         DataError: the data set is missing or damaged.
     """
-    if not isinstance(num_epochs, int) or num_epochs < 1:
-        raise ValueError(f"num_epochs must be a positive int, not {num_epochs!r}")
-    if not lr > 0:
-        raise ValueError(f"lr must be positive, not {lr!r}")
+    require_positive(lr=lr, num_epochs=num_epochs)
     devices, description = choose_devices(num_devices)
     train_iter, test_iter = load_data_fashion_mnist(batch_size, seed=seed, device=devices[0])
     params = init_params(generator=torch.Generator().manual_seed(seed))
     device_params = [get_params(params, device) for device in devices]
-    history = History(num_epochs, description, hardware(), device_params=device_params)
+    history = History(num_epochs, description, hardware(), device_params)
     for _ in range(num_epochs):
         start = time.perf_counter()
-        total = torch.zeros((), dtype=torch.float64, device=devices[0])
-        for X, y in train_iter:
-            total += train_batch(X, y, device_params, devices, lr, allreduce)
-        mean_loss = total.item() / len(train_iter.images)  # .item() waits for all that was queued
+        history.loss.append(train_epoch(train_iter, device_params, devices, lr, allreduce))
         history.seconds.append(time.perf_counter() - start)
-        history.loss.append(mean_loss)
         history.accuracy.append(accuracy(device_params, devices, test_iter))
         on_progress(history)
     return history

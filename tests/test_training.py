@@ -288,7 +288,7 @@ def test_the_given_allreduce_is_the_one_that_is_used(tiny_data):
     [
         ({"num_devices": 0}, "number of devices must be a positive int, not 0"),
         ({"batch_size": 0}, "batch_size must be a positive int, not 0"),
-        ({"num_epochs": 0}, "num_epochs must be a positive int, not 0"),
+        ({"num_epochs": 0}, "num_epochs must be positive, not 0"),
         ({"lr": 0}, "lr must be positive, not 0"),
         ({"lr": float("nan")}, "lr must be positive, not nan"),
     ],
