@@ -17,7 +17,6 @@ from .data import load_data_fashion_mnist
 from .devices import choose_devices, hardware, move
 from .network import init_params, lenet, loss, sgd
 
-
 AllReduce = Callable[[list[torch.Tensor]], None]  # sums a list of tensors, in place
 
 
