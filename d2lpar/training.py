@@ -40,10 +40,10 @@ def split_batch(
         raise ValueError("devices is empty: there must be at least one")
     if X.shape[:1] != y.shape[:1]:
         raise ValueError(f"X has shape {tuple(X.shape)}, but y has shape {tuple(y.shape)}")
-    return _shards(X, devices), _shards(y, devices)
+    return shard_rows(X, devices), shard_rows(y, devices)
 
 
-def _shards(rows: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
+def shard_rows(rows: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
     shards = rows.tensor_split(len(devices))
     return [move(shard, devices[i], "host", i) for i, shard in enumerate(shards)]
 

@@ -1,0 +1,70 @@
+# One command for each thing. Each makes .venv first, when it is missing or out of date.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/installed
+
+# What another installation has exported must not reach into this one, nor a matplotlibrc of
+# one's own into the book's figures.
+unexport PYTHONPATH PYTHONHOME JUPYTER_PATH
+export PIP_USER := 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export MPLCONFIGDIR := $(CURDIR)/$(VENV)/matplotlib
+
+.PHONY: help notebooks refresh lab test lint format saved-cells bench clean
+.NOTPARALLEL:
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
+
+notebooks: $(INSTALLED)  ## run every notebook into build/notebooks (ONLY=03 runs that one)
+	@$(PY) tools/run_notebooks.py $(ONLY)
+
+refresh: $(INSTALLED)  ## the same, and write the outputs back to notebooks/, to be committed
+	@$(PY) tools/run_notebooks.py --refresh $(ONLY)
+
+lab: $(INSTALLED)  ## open the notebooks in JupyterLab
+	@$(PY) -m jupyterlab --LabApp.default_url=/lab/tree/notebooks
+
+test: lint  ## lint, unit tests, and the checks of notebooks that need no execution
+	@$(PY) -m pytest -q
+
+lint: $(INSTALLED)  ## ruff, on code and notebooks
+	@$(PY) -m ruff check --quiet .
+	@$(PY) -m ruff format --check --quiet . || { echo "Not formatted: make format"; exit 1; }
+
+format: $(INSTALLED)  ## let ruff format code and notebooks, and fix what it can
+	@$(PY) -m ruff check --fix --quiet . || true
+	@$(PY) -m ruff format .
+
+saved-cells: $(INSTALLED)  ## rewrite the notebooks' "@save" cells from the module
+	@$(PY) tools/saved_cells.py
+
+bench: $(INSTALLED)  ## measure ours against torch's, and print the ratios
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) $$script; done
+
+clean:  ## remove what was built (.venv stays)
+	@rm -rf build .pytest_cache .ruff_cache .hypothesis
+	@find d2lpar tests tools benchmarks -name __pycache__ -type d -exec rm -rf {} +
+
+# The stamp is written last, so that an interrupted installation is not taken for a whole one. It
+# holds the folder's name: where that differs (the folder was moved or copied), or the Python that
+# .venv was made with is gone, the stamp counts as missing.
+ifneq ($(shell $(PY) -S -c "print(open('$(INSTALLED)').read())" 2>/dev/null),$(CURDIR))
+.PHONY: $(INSTALLED)
+endif
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "Python 3.10 or newer is needed, and $(PYTHON) is not:" \
+	        "install one, then for instance: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "$(PYTHON) cannot make virtual environments: install its venv module" \
+	        "(Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	@echo "Installing into $(VENV) (a few minutes the first time)"
+	@rm -f $@
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(PY) -m pip install -qq -c constraints.txt -e ".[dev]"
+	@$(PY) -c 'import matplotlib.font_manager'  # once, and not in a notebook: it may take a minute
+	@printf '%s' '$(CURDIR)' > $@

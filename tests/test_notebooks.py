@@ -1,0 +1,454 @@
+"""What every committed notebook must be, checked without executing it.
+
+Each check takes a notebook and yields complaints. It is applied to every notebook of the book, and
+to a small one that it must refuse.
+"""
+
+import contextlib
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+import run_notebooks
+import saved_cells
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MAX_BYTES = 300_000
+
+# Home folders, temporary ones, and where packages are installed.
+MACHINE_PATH = re.compile(
+    r"/(?:home|root|tmp|Users|private/var|var/folders)/|site-packages"
+    r"|[A-Z]:\\(?:Users|Windows|Program)"
+)
+
+
+def code(nb):
+    return [cell for cell in nb.cells if cell.cell_type == "code"]
+
+
+def outputs(nb):
+    for number, cell in enumerate(code(nb), 1):
+        for output in cell.outputs:
+            yield number, output
+
+
+def texts(output):
+    """All text of an output; pictures in base64 are no text."""
+    yield output.get("text", "")
+    yield "\n".join(output.get("traceback", []))
+    for mime, data in output.get("data", {}).items():
+        if mime not in ("image/png", "image/jpeg"):
+            yield data if isinstance(data, str) else json.dumps(data)
+
+
+def prose(nb):
+    """The markdown, without the code that it quotes."""
+    text = "\n\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def headings(nb):
+    return re.findall(r"^(#{1,6})\s+(.+?)\s*$", prose(nb), flags=re.M)
+
+
+def check_valid(nb):
+    ids = [cell.get("id") for cell in nb.cells]
+    if None in ids or len(set(ids)) < len(ids):
+        yield "cells without an id, or with another's: make refresh"
+        return  # nbformat would repair them
+    try:
+        nbformat.validate(nb)
+    except nbformat.ValidationError as error:
+        yield f"not valid: {error.message}"
+
+
+def check_metadata(nb):
+    if nb.metadata != run_notebooks.METADATA:
+        yield f"metadata of a machine, {dict(nb.metadata)}: make refresh"
+    if any("execution" in cell.metadata for cell in nb.cells):
+        yield "times of execution in a cell's metadata: make refresh"
+
+
+def check_order(nb):
+    counts = [cell.execution_count for cell in code(nb)]
+    if counts != list(range(1, len(counts) + 1)):
+        yield f"cells not executed once, in order, in a fresh kernel: {counts}"
+
+
+def check_errors(nb):
+    for number, output in outputs(nb):
+        if output.output_type == "error":
+            yield f"cell [{number}] ends in {output.ename}"
+
+
+def check_warnings(nb):
+    for number, output in outputs(nb):
+        if output.get("name") == "stderr":
+            yield f"cell [{number}] writes to stderr: {output.text[:200]}"
+        elif any("Warning" in text for text in texts(output)):
+            yield f"cell [{number}] shows a warning"
+
+
+def check_lengths(nb):
+    lengths = [len(cell.source.splitlines()) for cell in code(nb)]
+    for number, length in enumerate(lengths, 1):
+        if not 1 <= length <= 25:
+            yield f"cell [{number}] has {length} lines, not 1 to 25"
+    short = sum(length < 8 for length in lengths)
+    if 2 * short < len(lengths):
+        yield f"only {short} of {len(lengths)} code cells have fewer than 8 lines"
+
+
+def check_prose(nb):
+    kinds = "".join(cell.cell_type[0] for cell in nb.cells)
+    if "ccc" in kinds or kinds.startswith("c"):
+        yield f"more than two code cells without prose before them: {kinds}"
+
+
+def check_title(nb):
+    first = nb.cells[0].source if nb.cells else ""
+    titles = [text for level, text in headings(nb) if level == "#"]
+    if len(titles) != 1 or not first.startswith("# "):
+        yield f"not one title, at the top: {titles}"
+
+
+def check_exercises(nb):
+    sections = [text for level, text in headings(nb) if level in ("#", "##")]
+    if not sections or sections[-1] != "Exercises":
+        yield f"the last section is {sections[-1:]}, not Exercises"
+        return
+    items = re.split(r"^(?:\d+[.)]|[-*])\s", prose(nb).rpartition("Exercises\n")[2], flags=re.M)[1:]
+    if len(items) < 3:
+        yield f"{len(items)} exercises, fewer than 3"
+    for number, item in enumerate(items, 1):
+        if "target" not in item.lower():
+            yield f"exercise {number} states no target"
+
+
+def check_size(nb):
+    size = len(nbformat.writes(nb).encode())
+    if size > MAX_BYTES:
+        yield f"{size} bytes, more than {MAX_BYTES}"
+
+
+def check_paths(nb):
+    for cell in nb.cells:
+        for found in MACHINE_PATH.findall(cell.source):
+            yield f"cell {cell.id} names a path of a machine: {found}"
+    for number, output in outputs(nb):
+        for found in MACHINE_PATH.findall("\n".join(texts(output))):
+            yield f"cell [{number}] shows a path of a machine: {found}"
+
+
+def check_alternative_text(nb):
+    for number, output in outputs(nb):
+        data, metadata = output.get("data", {}), output.get("metadata", {})
+        for mime in data:
+            if not mime.startswith("image/"):
+                continue
+            of_image = [metadata.get("alt"), metadata.get(mime, {}).get("alt")]
+            if mime == "image/svg+xml":
+                of_image.append(run_notebooks.alternative_text(data[mime]))
+            if not any(of_image):
+                yield f"cell [{number}] shows a figure without alternative text"
+    for image in re.findall(r"!\[\s*\]\([^)]*\)|<img\b(?![^>]*\balt=[\"'][^\"'])[^>]*>", prose(nb)):
+        yield f"no alternative text: {image}"
+
+
+def check_reprs(nb):
+    """A figure's or an object's default repr tells the reader nothing (and an address changes)."""
+    for number, output in outputs(nb):
+        for text in texts(output):
+            found = re.search(r"<Figure size|<[^<>]* at 0x[0-9a-f]+>", text)
+            if found:
+                yield f"cell [{number}] shows {found.group()!r}: end the line with a semicolon"
+
+
+def check_saved_cells(nb):
+    for complaint in saved_cells.check(nb, ROOT / "d2lpar"):
+        yield f"{complaint}: make saved-cells"
+
+
+CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebook(path, check):
+    assert list(check(nbformat.read(path, as_version=4))) == []
+
+
+def test_names():
+    """Two digits in reading order, without a gap: the order of a folder's listing."""
+    names = [path.name for path in NOTEBOOKS]
+    assert names
+    assert all(re.fullmatch(r"\d\d_[a-z0-9_]+\.ipynb", name) for name in names), names
+    assert [int(name[:2]) for name in names] == list(range(1, len(names) + 1)), names
+
+
+# The checks, checked
+
+
+SVG = '<svg role="img" aria-label="a ring of 4"><title>a ring of 4</title></svg>'
+
+
+def figure(svg=SVG, text="a ring of 4"):
+    return new_output("display_data", {"image/svg+xml": svg, "text/plain": text})
+
+
+def shown(text, name="stdout"):
+    return new_output("stream", name=name, text=text)
+
+
+def good():
+    exercises = "".join(f"{i}. Do it. *Target: {i} steps.*\n" for i in range(1, 4))
+    nb = new_notebook(metadata=copy.deepcopy(run_notebooks.METADATA))
+    nb.cells = [
+        new_markdown_cell("# A title\n\n```\n# no title\n```"),
+        new_code_cell("1 + 1", execution_count=1, outputs=[shown("2\n")]),
+        new_code_cell("draw()", execution_count=2, outputs=[figure()]),
+        new_markdown_cell("## Exercises\n\n" + exercises),
+    ]
+    return nb
+
+
+def test_checks_accept_a_good_notebook():
+    assert [c for check in CHECKS for c in check(good())] == []
+
+
+def source(text):
+    return lambda nb: nb.cells[1].update(source=text)
+
+
+def output(*values):
+    return lambda nb: nb.cells[1].update(outputs=list(values))
+
+
+def last(old, new):
+    return lambda nb: nb.cells[-1].update(source=nb.cells[-1].source.replace(old, new))
+
+
+HOME = "/".join(["", "home", "me", "x.py"])
+BAD = [  # (the check that must refuse, how to spoil the good notebook)
+    (check_valid, lambda nb: nb.cells[1].update(id=nb.cells[2].id)),
+    (check_valid, lambda nb: nb.cells[1].pop("outputs")),
+    (check_metadata, lambda nb: nb.metadata.kernelspec.update(name="my-env")),
+    (check_metadata, lambda nb: nb.metadata.language_info.update(version="3.11.7")),
+    (check_metadata, lambda nb: nb.cells[1].metadata.update(execution={})),
+    (check_order, lambda nb: nb.cells[1].update(execution_count=None)),
+    (check_order, lambda nb: nb.cells[1].update(execution_count=3)),
+    (check_errors, output(new_output("error", ename="ValueError", evalue="", traceback=[]))),
+    (check_warnings, output(shown("x", name="stderr"))),
+    (check_warnings, output(shown("x.py:1: UserWarning: y"))),
+    (check_lengths, source("x\n" * 26)),
+    (check_lengths, source("")),
+    (check_lengths, lambda nb: [cell.update(source="x\n" * 8) for cell in code(nb)]),
+    (check_prose, lambda nb: nb.cells.insert(1, new_code_cell("x"))),
+    (check_prose, lambda nb: nb.cells.pop(0)),
+    (check_title, lambda nb: nb.cells[0].update(source="No title")),
+    (check_title, lambda nb: nb.cells[0].update(source="# One\n# Two")),
+    (check_title, last("## ", "# ")),
+    (check_exercises, last("## Exercises", "## Summary")),
+    (check_exercises, last("3. Do it", "Do it")),
+    (check_exercises, last("*Target: 2 steps.*", "")),
+    (check_exercises, lambda nb: nb.cells.append(new_markdown_cell("## More"))),
+    (check_size, output(shown("x" * MAX_BYTES))),
+    (check_paths, source(f"open('{HOME}')")),
+    (check_paths, output(shown(HOME))),
+    (check_paths, output(figure(text=HOME))),
+    (check_alternative_text, output(figure(svg="<svg><title> </title></svg>"))),
+    (check_alternative_text, output(new_output("display_data", {"image/png": "iVBO"}))),
+    (check_alternative_text, lambda nb: nb.cells[0].update(source="# A\n![](a.png)")),
+    (check_alternative_text, lambda nb: nb.cells[0].update(source='# A\n<img src="a.png">')),
+    (check_reprs, output(figure(text="<Figure size 640x480 with 1 Axes>"))),
+    (check_reprs, output(shown("[<matplotlib.lines.Line2D at 0x7f3a>]"))),
+    (check_saved_cells, source("#@save d2lpar.schedules\ndef ring(k): ...")),
+    (check_saved_cells, source("#@save d2lpar.schedules\ndef rung(k): ...")),
+    (check_saved_cells, source("#@save d2lpar.nothing\ndef ring(k): ...")),
+]
+
+
+@pytest.mark.parametrize("check, spoil", BAD)
+def test_check_refuses(check, spoil):
+    nb = good()
+    spoil(nb)
+    assert list(check(nb))
+
+
+def test_every_check_is_seen_to_refuse():
+    assert {check for check, _ in BAD} == set(CHECKS)
+
+
+# Saved cells
+
+
+MODULE = '''\
+import functools
+
+
+@functools.cache
+def double(x):
+    """Return twice x.
+
+    More of it.
+    """
+    # a comment says why
+    return 2 * x
+
+
+class Box:
+    """A box that says "x"
+    and more.
+    """
+
+    def f(self):
+        """One line."""
+
+        def inner():
+            """Inner.
+
+            More."""
+            return 1  # trailing
+
+        return inner
+'''
+
+SAVED = '''\
+#@save d2lpar.boxes
+class Box:
+    """A box that says "x" """
+
+    def f(self):
+        """One line."""
+
+        def inner():
+            """Inner."""
+            return 1  # trailing
+
+        return inner
+
+
+@functools.cache
+def double(x):
+    """Return twice x."""
+    # a comment says why
+    return 2 * x'''
+
+
+@pytest.fixture
+def package(tmp_path):
+    (tmp_path / "boxes.py").write_text(MODULE)
+    return tmp_path
+
+
+def test_saved_cell_is_rewritten_in_its_own_order(package):
+    stub = "#@save d2lpar.boxes\nclass Box: ...\ndef double(): ..."
+    nb = new_notebook(cells=[new_code_cell(stub), new_code_cell("1 + 1")])
+    assert saved_cells.check(nb, package)
+    assert len(saved_cells.rewrite(nb, package)) == 1
+    assert [cell.source for cell in nb.cells] == [SAVED, "1 + 1"]
+    assert saved_cells.check(nb, package) == []
+    assert saved_cells.rewrite(nb, package) == []
+
+
+def test_saved_cells_are_formatted_as_ruff_does(package):
+    for mark in ("#@save", "# @save"):  # ruff writes the second
+        assert saved_cells.expected(SAVED.replace("#@save", mark), package)
+    text = SAVED.replace("#@save", "# @save") + "\n"
+    ruff = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "x.py", "-"]
+    result = subprocess.run(ruff, input=text, capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout == text, result.stderr
+
+
+@pytest.mark.parametrize(
+    "cell, complaint",
+    [
+        (
+            "#@save d2lpar.boxes\ndef triple(): ...",
+            "d2lpar/boxes.py has no function or class triple",
+        ),
+        ("#@save d2lpar.bags\ndef double(): ...", "d2lpar/bags.py, which does not exist"),
+        ("#@save d2lpar.boxes\ndef double(): ...\nx = 1", "line 3 of the cell is neither"),
+        ("#@save d2lpar.boxes\ndef double(", "line 2 is no Python"),
+        ("#@save d2lpar.boxes", "names no function or class"),
+        ("#@save boxes\ndef double(): ...", "should read '# @save d2lpar.<file>'"),
+    ],
+)
+def test_saved_cell_errors_name_both(package, cell, complaint):
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        saved_cells.rewrite(new_notebook(cells=[new_code_cell(cell)]), package)
+
+
+def test_saved_docstring_that_would_be_too_long(package):
+    long = f'def f():\n    """{"x" * 92}.\n\n    More.\n    """\n'
+    (package / "boxes.py").write_text(long)
+    with pytest.raises(ValueError, match="1 to 97 columns"):
+        saved_cells.expected("#@save d2lpar.boxes\ndef f(): ...", package)
+
+
+# The runner, on notebooks that take no time
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in ("IPYTHONDIR", "PYDEVD_DISABLE_FILE_VALIDATION"):  # the runner sets them
+        monkeypatch.setenv(name, "")
+
+
+def run(folder, *cells, arguments=()):
+    nb = new_notebook(cells=[new_markdown_cell("# [Next](02_next.ipynb)")])
+    nb.cells += [new_code_cell(cell) for cell in cells]
+    nbformat.write(nb, folder / "01_toy.ipynb")
+    build = folder / "build"
+    status = run_notebooks.main(["--folder", str(folder), "--build", str(build), *arguments])
+    return status, build / "01_toy.ipynb"
+
+
+def test_runner_refreshes(tmp_path, capsys):
+    svg = f"from IPython.display import SVG\nSVG({SVG!r})"
+    status, built = run(tmp_path, "print(1, end='')\nprint(2)", svg, arguments=["--refresh"])
+    assert status == 0
+    assert re.search(
+        r"01_toy.ipynb \.\.\. +\d+\.\d s\n1 notebook.* in \d+", capsys.readouterr().out
+    )
+    committed = tmp_path / "01_toy.ipynb"
+    assert committed.read_text() == built.read_text()
+    nb = nbformat.read(committed, as_version=4)
+    assert nb.metadata == run_notebooks.METADATA
+    assert [cell.execution_count for cell in code(nb)] == [1, 2]
+    assert code(nb)[0].outputs == [shown("12\n")]
+    page = built.with_suffix(".html").read_text()
+    assert 'alt="a ring of 4"' in page
+    assert 'href="02_next.html"' in page
+
+
+def test_runner_stops_with_the_cell_and_its_traceback(tmp_path, capsys):
+    before = "x = 0"
+    status, built = run(tmp_path, before, "1 / x  # here", arguments=["--refresh"])
+    assert status == 1
+    report = capsys.readouterr().out
+    assert "In cell [2]:\n\n    1 / x  # here\n" in report
+    assert "ZeroDivisionError: division by zero" in report
+    assert "\x1b" not in report
+    assert not built.with_suffix(".html").exists()
+    assert not code(nbformat.read(tmp_path / "01_toy.ipynb", as_version=4))[1].outputs  # as it was
+
+
+def test_runner_does_not_wait_for_ever(tmp_path, capsys):
+    child = "import subprocess, time\nprint(subprocess.Popen(['sleep', '60']).pid)"
+    status, built = run(tmp_path, child, "time.sleep(60)", arguments=["--cell-limit", "2"])
+    assert status == 1
+    report = capsys.readouterr().out
+    assert "In cell [2]:\n\n    time.sleep(60)" in report
+    assert "did not end within 2 s (--cell-limit)" in report
+    pid = int(code(nbformat.read(built, as_version=4))[0].outputs[0].text)
+    with contextlib.suppress(psutil.NoSuchProcess):  # what the cell started has ended with it
+        assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,254 @@
+"""The project holds together: dependencies, the README, imports, sizes.
+
+What a test finds is given as a list of complaints, so that a failure shows all of them at once.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = sorted(path for path in (ROOT / "d2lpar").glob("*.py") if path.stem != "__init__")
+
+# From the ground up: a file imports only from files above it.
+ORDER = (
+    "devices",
+    "data",
+    "network",
+    "schedules",
+    "cost",
+    "collectives",
+    "transport",
+    "launcher",
+    "ranks",
+    "training",
+    "data_parallel",
+    "ddp",
+    "pipeline",
+    "tensor_parallel",
+    "checkpoint",
+    "mixed_precision",
+    "train_ddp",
+    "plot",
+)
+MAX_LINES = 350
+MAX_BYTES = 30 * 2**20
+GENERATED = re.compile(
+    r"\.git|\.venv|build|.*\.egg-info|__pycache__|\..*_cache|\.hypothesis|\.ipynb_.*"
+)
+MUTABLE = {"list", "dict", "set", "bytearray", "deque", "defaultdict", "Counter", "OrderedDict"}
+MUTABLE |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def files():
+    """The project's own files. Not asked of git, so that a downloaded archive passes too."""
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if not GENERATED.fullmatch(name)]
+        yield from (Path(folder, name) for name in names)
+
+
+each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+
+
+# Dependencies
+
+
+def project():
+    return tomllib.loads(read("pyproject.toml"))["project"]
+
+
+def direct_dependencies():
+    listed = project()["dependencies"] + project()["optional-dependencies"]["dev"]
+    return [Requirement(line) for line in listed]
+
+
+def pins():
+    lines = [line.partition("#")[0].strip() for line in read("constraints.txt").splitlines()]
+    return [Requirement(line) for line in lines if line]
+
+
+def test_constraints_pin_every_direct_dependency_once_and_nothing_else():
+    wanted = sorted(canonicalize_name(need.name) for need in direct_dependencies())
+    assert sorted(canonicalize_name(pin.name) for pin in pins()) == wanted
+    assert [str(pin) for pin in pins() if not re.fullmatch(r"==[\d.]+", str(pin.specifier))] == []
+
+
+def test_pins_satisfy_pyproject():
+    version = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in pins()}
+    for need in direct_dependencies():
+        assert need.specifier.contains(version[canonicalize_name(need.name)]), need
+    assert version["torch"] == "2.13.0"
+    assert Requirement("torch>=2.6") in direct_dependencies()
+
+
+def test_environment_lists_nothing_of_its_own():
+    text = re.sub(r"#.*", "", read("environment.yml"))
+    entries = re.findall(r"^\s*-\s*(.*?)\s*$", text.partition("dependencies:")[2], flags=re.M)
+    python = "python" + project()["requires-python"]
+    assert entries == [python, "pip", "pip:", "-c constraints.txt", "-e .[dev]"]
+
+
+@each_module
+def test_module_imports_only_what_pyproject_lists(path):
+    listed = {Requirement(line).name for line in project()["dependencies"]}
+    listed |= {"IPython", "matplotlib_inline", "numpy", "PIL"}  # jupyter's and matplotlib's own
+    outside = {name.partition(".")[0] for name in imports(path)} - {"d2lpar"}
+    assert outside - sys.stdlib_module_names - listed == set()
+
+
+# The README and the commands that it shows
+
+
+def readme_commands():
+    """The lines that begin with make, in the README's blocks of code."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", read("README.md"), flags=re.M | re.S)
+    lines = [line.partition("#")[0].strip(" $") for line in "\n".join(blocks).splitlines()]
+    return [line for line in lines if line.startswith("make ")]
+
+
+def test_ci_runs_the_two_commands_of_the_readme():
+    lines = [line.partition("#")[0].strip() for line in read(".ci/run").splitlines()]
+    steps = [line for line in lines if line and not line.startswith(("set ", "cd "))]
+    assert sorted(readme_commands()[:2]) == sorted(steps) == ["make notebooks", "make test"]
+
+
+def test_ci_stops_at_the_first_command_that_fails():
+    assert "set -euo pipefail" in read(".ci/run").splitlines()
+
+
+def test_readme_shows_only_commands_that_exist():
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.M))
+    shown = set(re.findall(r"`make ([a-z-]+)", read("README.md")))
+    shown |= {command.split()[1] for command in readme_commands()}
+    assert shown - targets == set()
+
+
+def test_readme_maps_every_module_and_every_notebook():
+    rows = re.findall(r"^\|\s*\[?`([a-z_]+\.py)`", read("README.md"), flags=re.M)
+    assert sorted(rows) == [path.name for path in MODULES]
+    named = set(re.findall(r"\b\d\d_\w+\.ipynb", read("README.md")))
+    assert sorted(named) == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_readme_is_short():
+    assert len(read("README.md").splitlines()) < 100
+
+
+# The module
+
+
+def imports(path):
+    """The full names of the modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = ".".join(filter(None, ["d2lpar" * bool(node.level), node.module]))
+            if source == "d2lpar":  # from d2lpar import ranks
+                yield from (f"d2lpar.{alias.name}" for alias in node.names)
+            else:
+                yield source
+
+
+def inner_imports(path):
+    return [name.partition(".")[2] for name in imports(path) if name.split(".")[0] == "d2lpar"]
+
+
+def test_every_module_has_its_place():
+    assert {path.stem for path in MODULES} <= set(ORDER)
+
+
+@each_module
+def test_imports_point_one_way(path):
+    above = ORDER[: ORDER.index(path.stem)]
+    assert [name for name in inner_imports(path) if name not in above] == []
+
+
+def test_imports_are_seen(tmp_path):
+    source = "from d2lpar.cost import x\nfrom . import ddp\ndef f():\n    import d2lpar.plot\n"
+    (tmp_path / "x.py").write_text(source + "from .ranks import y\nimport d2lpar, torch.nn\n")
+    assert sorted(inner_imports(tmp_path / "x.py")) == ["", "cost", "ddp", "plot", "ranks"]
+
+
+@each_module
+def test_module_is_short_and_tested(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    assert (ROOT / "tests" / f"test_{path.name}").exists()
+
+
+def test_no_file_shares_its_name_with_a_public_function():
+    tree = ast.parse(read("d2lpar/__init__.py"))
+    public = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module != "d2lpar":
+            public |= {alias.asname or alias.name for alias in node.names}
+    assert public & {path.stem for path in MODULES} == set()
+
+
+def test_import_needs_no_matplotlib():
+    heavy = "{'matplotlib', 'IPython', 'jupyter_client', 'nbformat'}"
+    program = f"import sys, d2lpar; print(sorted({heavy} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
+def mutable_state(tree):
+    """Yield the names of module-level variables that hold something mutable, or are rebound."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from node.names
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_mutable(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (ast.unparse(target) for target in targets)
+
+
+def _is_mutable(value):
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).rpartition(".")[2] in MUTABLE
+    return isinstance(value, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp))
+
+
+@each_module
+def test_no_mutable_state(path):
+    """A constant table is a tuple, a frozenset or a MappingProxyType."""
+    found = set(mutable_state(ast.parse(path.read_text(encoding="utf-8")))) - {"__all__"}
+    assert len(found) <= (path.stem == "ranks"), found  # it keeps what belongs to a group
+
+
+def test_mutable_state_is_seen():
+    bad = "a = []\nb: dict = {}\nc = collections.deque()\ndef f():\n    global d\n"
+    assert sorted(mutable_state(ast.parse(bad))) == ["a", "b", "c", "d"]
+    good = "A = MappingProxyType({})\nB = frozenset({1})\nC = (1,)\nx: int\ndef f():\n    g = []\n"
+    assert list(mutable_state(ast.parse(good))) == []
+
+
+# All files
+
+
+def test_no_file_is_large():
+    assert [path for path in files() if path.stat().st_size > MAX_BYTES] == []
+
+
+def test_no_file_names_a_place_on_a_machine():
+    place = re.compile(rb"/(?:home|root|Users|var/folders)/\w|site\W?packages/\w")
+    text = [path for path in files() if path.suffix not in (".gz", ".png")]
+    assert [path for path in text if place.search(path.read_bytes())] == []

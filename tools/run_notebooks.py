@@ -1,0 +1,220 @@
+"""Execute the book's notebooks with nbconvert, one after the other, each in a fresh kernel.
+
+    python tools/run_notebooks.py                 all of them; the results go to build/notebooks
+    python tools/run_notebooks.py 02 03           those whose names begin so
+    python tools/run_notebooks.py --refresh       and write the outputs back to notebooks/
+
+The first cell that fails ends the run: it is printed with its traceback, and the exit status is 1.
+"""
+
+import argparse
+import base64
+import hashlib
+import html
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpecManager
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbconvert import HTMLExporter
+from nbconvert.preprocessors import ExecutePreprocessor
+from nbformat import NotebookNode
+from traitlets import default
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# All that a committed notebook says of its kernel: versions and local names would differ from
+# machine to machine.
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+}
+
+
+class OwnKernel(AsyncKernelManager):
+    """Start the very Python that runs this file, whatever kernels others have registered."""
+
+    @default("kernel_spec_manager")
+    def _only_the_native_kernel(self):
+        return KernelSpecManager(kernel_dirs=[], ensure_native_kernel=True)
+
+
+class NotebookError(Exception):
+    """A cell failed. The message says which, with its source and its traceback."""
+
+
+def read(path: Path) -> NotebookNode:
+    """Read a notebook, and give an id that will stay to each cell that has none."""
+    # nbformat would give random ids, which would change with every refresh.
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw["nbformat_minor"] = max(raw["nbformat_minor"], 5)
+    for number, cell in enumerate(raw["cells"]):
+        cell.setdefault("id", hashlib.sha256(f"{number} {cell['source']}".encode()).hexdigest()[:8])
+    return nbformat.reads(json.dumps(raw), as_version=4)
+
+
+def execute(nb: NotebookNode, folder: Path, cell_limit: float, notebook_limit: float) -> None:
+    """Execute the notebook in place, in ``folder``. Limits in seconds; raises NotebookError."""
+    deadline = time.monotonic() + notebook_limit
+    started = []  # the indices of the cells that have begun
+
+    def seconds_left(cell: NotebookNode) -> float:
+        return max(1.0, min(cell_limit, deadline - time.monotonic()))
+
+    for cell in nb.cells:
+        if cell.cell_type == "code":
+            cell.update(outputs=[], execution_count=None)
+    client = ExecutePreprocessor(
+        kernel_name="python3",
+        kernel_manager_class=OwnKernel,
+        extra_arguments=["--Application.log_level=ERROR"],  # or ipykernel warns about TCP
+        timeout_func=seconds_left,
+        shutdown_kernel="immediate",  # with all that it started: ranks that hang must not stay
+        record_timing=False,
+        coalesce_streams=True,
+        on_cell_start=lambda cell, cell_index: started.append(cell_index),
+    )
+    try:
+        client.preprocess(nb, {"metadata": {"path": str(folder)}})
+    except CellExecutionError:
+        cell = nb.cells[started[-1]]
+        error = next(out for out in cell.outputs if out.output_type == "error")
+        raise NotebookError(_describe(nb, started[-1], "\n".join(error.traceback))) from None
+    except CellTimeoutError:
+        spent = notebook_limit - (deadline - time.monotonic())
+        if spent >= notebook_limit:
+            reason = f"The notebook has used up its {notebook_limit:.0f} s (--notebook-limit)."
+        else:
+            reason = f"The cell did not end within {cell_limit:.0f} s (--cell-limit)."
+        raise NotebookError(_describe(nb, started[-1], reason)) from None
+    except DeadKernelError:
+        reason = "The kernel died: killed for want of memory, or crashed in compiled code."
+        raise NotebookError(_describe(nb, started[-1], reason)) from None
+
+
+def normalise(nb: NotebookNode) -> NotebookNode:
+    """Remove in place what differs from run to run without a meaning; return the notebook."""
+    nb.metadata = nbformat.from_dict(METADATA)
+    for cell in nb.cells:
+        cell.metadata.pop("execution", None)
+        for output in cell.get("outputs", []):
+            svg = output.get("data", {}).get("image/svg+xml")
+            if svg:
+                output.data["image/svg+xml"] = re.sub(r"\s*<dc:date>.*?</dc:date>", "", svg)
+    return nb
+
+
+def to_html(nb: NotebookNode, path: Path) -> str:
+    """Return the notebook as one standalone page; its links to notebooks lead to their pages."""
+    resources = {"metadata": {"name": path.stem, "path": str(path.parent)}}
+    exporter = HTMLExporter(embed_images=True)
+    exporter.log.setLevel("ERROR")  # it warns of missing alternative texts: see below
+    page, _ = exporter.from_notebook_node(nb, resources)
+    page = re.sub(r"<img [^>]*data:image/svg\+xml;base64,[^>]*>", _with_alternative_text, page)
+    return re.sub(r'href="([\w-]+)\.ipynb', r'href="\1.html', page)
+
+
+def alternative_text(svg: str) -> str:
+    """Return the label or else the title of a figure in SVG, or "" where it has neither."""
+    label = re.search(r'<svg\b[^>]*\saria-label="([^"]*)"', svg)
+    title = re.search(r"<title[^>]*>([^<]*)</title>", svg)
+    texts = [found.group(1).strip() for found in (label, title) if found]
+    return html.unescape(next(filter(None, texts), ""))
+
+
+def _with_alternative_text(found: re.Match) -> str:
+    """Copy the figure's own alternative text to the <img> in which nbconvert hides the figure."""
+    tag = re.sub(r'\s*\balt="[^"]*"', "", found.group())
+    svg = base64.b64decode(re.search(r"base64,([^\"']*)", tag).group(1)).decode()
+    return tag.replace("<img", f'<img alt="{html.escape(alternative_text(svg))}"', 1)
+
+
+def _describe(nb: NotebookNode, index: int, reason: str) -> str:
+    number = sum(cell.cell_type == "code" for cell in nb.cells[: index + 1])
+    source = "\n".join("    " + line for line in nb.cells[index].source.splitlines())
+    return f"In cell [{number}]:\n\n{source}\n\n{reason}"
+
+
+def run(path: Path, build: Path, refresh: bool, cell_limit: float, notebook_limit: float) -> None:
+    """Execute one notebook and write the results. The build folder also gets a failed one."""
+    nb = read(path)
+    target = build / path.name
+    page = target.with_suffix(".html")
+    for old in (target, page):
+        old.unlink(missing_ok=True)
+    try:
+        execute(nb, path.parent, cell_limit, notebook_limit)
+    finally:
+        nbformat.write(normalise(nb), target)
+    page.write_text(to_html(nb, path), encoding="utf-8")
+    if refresh:
+        nbformat.write(nb, path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="first letters of the notebooks; default: all")
+    parser.add_argument("--refresh", action="store_true", help="write outputs back to notebooks/")
+    parser.add_argument("--cell-limit", type=float, default=900, metavar="SECONDS")
+    parser.add_argument("--notebook-limit", type=float, default=1800, metavar="SECONDS")
+    parser.add_argument("--folder", type=Path, default=ROOT / "notebooks")
+    parser.add_argument("--build", type=Path, default=ROOT / "build" / "notebooks")
+    args = parser.parse_args(arguments)
+
+    paths = sorted(args.folder.glob("*.ipynb"))
+    chosen = [p for p in paths if not args.names or p.name.startswith(tuple(args.names))]
+    if not chosen:
+        print(f"No such notebook. There are: {', '.join(p.name for p in paths) or 'none'}")
+        return 1
+    args.build.mkdir(parents=True, exist_ok=True)
+
+    # Neither the reader's IPython profile nor a debugger's warning belongs into the results.
+    with tempfile.TemporaryDirectory() as profile:
+        os.environ.update(IPYTHONDIR=profile, PYDEVD_DISABLE_FILE_VALIDATION="1")
+        return run_all(chosen, args)
+
+
+def run_all(paths: list[Path], args: argparse.Namespace) -> int:
+    """Execute the notebooks one after the other, a line each; return the exit status."""
+    width = max(len(path.name) for path in paths)
+    begin = time.monotonic()
+    for path in paths:
+        print(f"{path.name:<{width}} ... ", end="", flush=True)
+        start = time.monotonic()
+        try:
+            run(path, args.build, args.refresh, args.cell_limit, args.notebook_limit)
+        except NotebookError as error:
+            print(f"failed after {time.monotonic() - start:.1f} s\n\n{_plain(str(error))}")
+            print(f"\nThe notebook up to there: {_shown(args.build / path.name)}")
+            return 1
+        print(f"{time.monotonic() - start:6.1f} s", flush=True)
+    count = f"{len(paths)} notebook" + "s" * (len(paths) > 1)
+    where = _shown(args.folder if args.refresh else args.build)
+    print(f"{count} in {time.monotonic() - begin:.1f} s, now in {where}")
+    return 0
+
+
+def _plain(text: str) -> str:
+    """Take the colours out, unless a terminal is there to show them."""
+    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return text if coloured else re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted")
+        sys.exit(130)

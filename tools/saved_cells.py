@@ -1,0 +1,140 @@
+"""Hold the notebooks' cells that show module code equal to the module.
+
+    python tools/saved_cells.py         rewrites the cells that differ, and names them
+
+A cell whose first line is ``#@save d2lpar.<file>`` (ruff spells it ``# @save``) holds one or more
+whole functions or classes of that file, as they stand there, with docstrings cut to their first
+line. The module is the authority. To show a function in a new cell, write the first line and
+``def its_name(): ...``, and run the command.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+from run_notebooks import ROOT, read
+
+MARK = re.compile(r"#\s?@save d2lpar\.(\w+)")
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+LINE_LENGTH = 100
+
+
+def expected(source: str, package: Path) -> str | None:
+    """Return what a code cell should hold, or None where it shows no module code.
+
+    Raises ValueError for a cell that names something the module lacks, or that cannot be kept.
+    """
+    first_line = source.partition("\n")[0].strip()
+    if not re.match(r"#\s?@save", first_line):
+        return None
+    mark = MARK.fullmatch(first_line)
+    if not mark:
+        raise ValueError(f"{first_line!r} should read '# @save d2lpar.<file>' and no more")
+    path = package / f"{mark.group(1)}.py"
+    if not path.exists():
+        raise ValueError(f"{first_line!r} names d2lpar/{path.name}, which does not exist")
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError as error:
+        raise ValueError(f"{first_line!r}: the cell's line {error.lineno} is no Python") from None
+    for node in statements:
+        if not isinstance(node, NAMED):
+            raise ValueError(
+                f"{first_line!r}: line {node.lineno} of the cell is neither a function nor a class"
+            )
+    if not statements:
+        raise ValueError(f"{first_line!r}: the cell names no function or class")
+    shown = [definition(path, node.name) for node in statements]
+    return first_line + "\n" + "\n\n\n".join(shown)
+
+
+def definition(path: Path, name: str) -> str:
+    """Return a top-level function's or class's source, docstrings cut to their first line."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    top = [n for n in ast.parse(text).body if isinstance(n, NAMED) and n.name == name]
+    if not top:
+        raise ValueError(f"d2lpar/{path.name} has no function or class {name}")
+    node = top[-1]
+    first = min([node.lineno] + [d.lineno for d in node.decorator_list])
+    docstrings = [d for d in map(_docstring, ast.walk(node)) if d]
+    for doc in sorted(docstrings, key=lambda d: -d.lineno):  # from below: line numbers stay true
+        if doc.end_lineno > doc.lineno:
+            lines[doc.lineno - 1 : doc.end_lineno] = [_cut(lines[doc.lineno - 1], path)]
+            node.end_lineno -= doc.end_lineno - doc.lineno
+    return "\n".join(lines[first - 1 : node.end_lineno])
+
+
+def check(nb: NotebookNode, package: Path) -> list[str]:
+    """Return one complaint for each cell of the notebook that differs from the module."""
+    return [complaint for _, _, complaint in _differences(nb, package)]
+
+
+def rewrite(nb: NotebookNode, package: Path) -> list[str]:
+    """Rewrite in place the cells that differ; return a line about each. Outputs stay."""
+    report = []
+    for cell, text, complaint in _differences(nb, package):
+        if text is None:
+            raise ValueError(complaint)
+        cell.source = text
+        report.append(complaint)
+    return report
+
+
+def _differences(nb: NotebookNode, package: Path):
+    """Yield (cell, what it should hold or None, complaint) for every cell that differs."""
+    code = [cell for cell in nb.cells if cell.cell_type == "code"]
+    for number, cell in enumerate(code, 1):
+        try:
+            text = expected(cell.source, package)
+        except ValueError as error:
+            yield cell, None, f"code cell {number}: {error}"
+            continue
+        if text is not None and text != cell.source.rstrip("\n"):
+            mark = cell.source.partition("\n")[0]
+            yield cell, text, f"code cell {number} ({mark}) differs from the module"
+
+
+def _docstring(node: ast.AST) -> ast.Expr | None:
+    if isinstance(node, NAMED) and ast.get_docstring(node) is not None:
+        return node.body[0]
+    return None
+
+
+def _cut(line: str, path: Path) -> str:
+    quotes = re.search(r"\"\"\"|'''", line).group()
+    space = " " if line.rstrip().endswith(quotes[0]) else ""  # or the text's quote joins ours
+    cut = line.rstrip() + space + quotes
+    if len(cut) > LINE_LENGTH or cut.strip() == 2 * quotes:
+        raise ValueError(
+            f"d2lpar/{path.name}: a docstring's first line has to say it in 1 to"
+            f" {LINE_LENGTH - len(quotes)} columns, since a cell shows it alone: {line.strip()}"
+        )
+    return cut
+
+
+def main() -> int:
+    """Rewrite every notebook that differs, and return the exit status."""
+    status, changed = 0, False
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        nb = read(path)
+        try:
+            report = rewrite(nb, ROOT / "d2lpar")
+        except ValueError as error:
+            print(f"{path.name}, {error}")
+            status = 1
+            continue
+        for line in report:
+            print(f"{path.name}, {line}: rewritten")
+        if report:
+            nbformat.write(nb, path)
+            changed = True
+    print("Run what has changed: make refresh" if changed else "No cell has been rewritten.")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
