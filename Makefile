@@ -37,6 +37,7 @@ lint: $(INSTALLED)  ## ruff, on code and notebooks
 format: $(INSTALLED)  ## let ruff format code and notebooks, and fix what it can
 	@$(PY) -m ruff check --fix --quiet . || true
 	@$(PY) -m ruff format .
+	@$(PY) tools/saved_cells.py
 
 saved-cells: $(INSTALLED)  ## rewrite the notebooks' "@save" cells from the module
 	@$(PY) tools/saved_cells.py

@@ -5,8 +5,6 @@ Multiple GPUs"; LeNet is from LeCun et al., "Gradient-based learning applied to 
 recognition" (1998). Notebook 02 builds this file.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn import functional as F
 
@@ -34,7 +32,7 @@ def channels_last(weight: torch.Tensor) -> torch.Tensor:
     return torch.empty(weight.shape, memory_format=torch.channels_last).copy_(weight)
 
 
-def lenet(X: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
+def lenet(X: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
     """Return the logits, of shape (n, 10), of images ``X`` of shape (n, 1, 28, 28)."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     h1 = F.avg_pool2d(F.conv2d(X, W1, b1).relu_(), 2)  # (n, 20, 13, 13)
@@ -49,7 +47,7 @@ def loss(y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def sgd(params: Sequence[torch.Tensor], lr: float, batch_size: int) -> None:
+def sgd(params: list[torch.Tensor], lr: float, batch_size: int) -> None:
     """Take one step in place: subtract lr / batch_size times the summed gradient, then clear it.
 
     ``batch_size`` counts the rows of the whole batch, over all devices.

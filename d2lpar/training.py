@@ -7,26 +7,26 @@ file.
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from .collectives import ring_allreduce
-from .data import load_data_fashion_mnist
+from .data import Minibatches, load_data_fashion_mnist
 from .devices import choose_devices, hardware, move
 from .network import init_params, lenet, loss, sgd
 
 AllReduce = Callable[[list[torch.Tensor]], None]  # sums a list of tensors, in place
 
 
-def get_params(params: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def get_params(params: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Return a copy of ``params`` on ``device`` that shares nothing with them, gradients on."""
     return [param.detach().to(device, copy=True).requires_grad_() for param in params]
 
 
 def split_batch(
-    X: torch.Tensor, y: torch.Tensor, devices: Sequence[torch.device]
+    X: torch.Tensor, y: torch.Tensor, devices: list[torch.device]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Split the rows of ``X`` and ``y`` into one shard a device: ``(X_shards, y_shards)``.
 
@@ -43,7 +43,8 @@ def split_batch(
     return shard_rows(X, devices), shard_rows(y, devices)
 
 
-def shard_rows(rows: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
+def shard_rows(rows: torch.Tensor, devices: list[torch.device]) -> list[torch.Tensor]:
+    """Split ``rows`` along dimension 0 and bring each part to its device."""
     shards = rows.tensor_split(len(devices))
     return [move(shard, devices[i], "host", i) for i, shard in enumerate(shards)]
 
@@ -51,8 +52,8 @@ def shard_rows(rows: torch.Tensor, devices: Sequence[torch.device]) -> list[torc
 def train_batch(
     X: torch.Tensor,
     y: torch.Tensor,
-    device_params: Sequence[Sequence[torch.Tensor]],
-    devices: Sequence[torch.device],
+    device_params: list[list[torch.Tensor]],
+    devices: list[torch.device],
     lr: float,
     allreduce: AllReduce = ring_allreduce,
 ) -> torch.Tensor:
@@ -85,9 +86,9 @@ def train_batch(
 
 
 def train_epoch(
-    train_iter: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    device_params: Sequence[Sequence[torch.Tensor]],
-    devices: Sequence[torch.device],
+    train_iter: Minibatches,
+    device_params: list[list[torch.Tensor]],
+    devices: list[torch.device],
     lr: float,
     allreduce: AllReduce = ring_allreduce,
 ) -> float:
@@ -101,9 +102,9 @@ def train_epoch(
 
 @torch.no_grad()
 def accuracy(
-    device_params: Sequence[Sequence[torch.Tensor]],
-    devices: Sequence[torch.device],
-    test_iter: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    device_params: list[list[torch.Tensor]],
+    devices: list[torch.device],
+    test_iter: Minibatches,
 ) -> float:
     """Return the fraction of the examples of ``test_iter`` that the network gets right.
 

@@ -177,6 +177,12 @@ def check_saved_cells(nb):
         yield f"{complaint}: make saved-cells"
 
 
+def check_format(nb):
+    text = nbformat.writes(nb)
+    if saved_cells.formatted(text).strip() != text.strip():
+        yield "not formatted: make format"
+
+
 CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
 
 
@@ -273,6 +279,7 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_saved_cells, source("#@save d2lpar.schedules\ndef ring(k): ...")),
     (check_saved_cells, source("#@save d2lpar.schedules\ndef rung(k): ...")),
     (check_saved_cells, source("#@save d2lpar.nothing\ndef ring(k): ...")),
+    (check_format, source("x=1")),
 ]
 
 
@@ -360,8 +367,7 @@ def test_saved_cell_is_rewritten_in_its_own_order(package):
 
 
 def test_saved_cells_are_formatted_as_ruff_does(package):
-    for mark in ("#@save", "# @save"):  # ruff writes the second
-        assert saved_cells.expected(SAVED.replace("#@save", mark), package)
+    assert saved_cells.expected(SAVED, package) == SAVED
     text = SAVED.replace("#@save", "# @save") + "\n"
     ruff = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "x.py", "-"]
     result = subprocess.run(ruff, input=text, capture_output=True, text=True, cwd=ROOT)
@@ -379,7 +385,7 @@ def test_saved_cells_are_formatted_as_ruff_does(package):
         ("#@save d2lpar.boxes\ndef double(): ...\nx = 1", "line 3 of the cell is neither"),
         ("#@save d2lpar.boxes\ndef double(", "line 2 is no Python"),
         ("#@save d2lpar.boxes", "names no function or class"),
-        ("#@save boxes\ndef double(): ...", "should read '# @save d2lpar.<file>'"),
+        ("#@save boxes\ndef double(): ...", "should read '#@save d2lpar.<file>'"),
     ],
 )
 def test_saved_cell_errors_name_both(package, cell, complaint):

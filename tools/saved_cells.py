@@ -2,14 +2,15 @@
 
     python tools/saved_cells.py         rewrites the cells that differ, and names them
 
-A cell whose first line is ``#@save d2lpar.<file>`` (ruff spells it ``# @save``) holds one or more
-whole functions or classes of that file, as they stand there, with docstrings cut to their first
-line. The module is the authority. To show a function in a new cell, write the first line and
-``def its_name(): ...``, and run the command.
+A cell whose first line is ``#@save d2lpar.<file>`` holds one or more whole functions or classes of
+that file, as they stand there, with docstrings cut to their first line. The module is the
+authority. To show a function in a new cell, write the first line and ``def its_name(): ...``, and
+run the command. It also formats the notebooks: ruff by itself would respell the mark.
 """
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import nbformat
 from nbformat import NotebookNode
 from run_notebooks import ROOT, read
 
-MARK = re.compile(r"#\s?@save d2lpar\.(\w+)")
+MARK = re.compile(r"#@save d2lpar\.(\w+)")
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LINE_LENGTH = 100
 
@@ -32,7 +33,7 @@ def expected(source: str, package: Path) -> str | None:
         return None
     mark = MARK.fullmatch(first_line)
     if not mark:
-        raise ValueError(f"{first_line!r} should read '# @save d2lpar.<file>' and no more")
+        raise ValueError(f"{first_line!r} should read '#@save d2lpar.<file>' and no more")
     path = package / f"{mark.group(1)}.py"
     if not path.exists():
         raise ValueError(f"{first_line!r} names d2lpar/{path.name}, which does not exist")
@@ -116,8 +117,19 @@ def _cut(line: str, path: Path) -> str:
     return cut
 
 
+def formatted(text: str) -> str:
+    """Return a notebook's JSON with its code formatted by ruff, but for the marks of saved cells."""
+    command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "notebook.ipynb", "-"]
+    ran = subprocess.run(
+        command, input=text, capture_output=True, text=True, encoding="utf-8", cwd=ROOT
+    )
+    if ran.returncode:
+        raise ValueError(ran.stderr.strip())
+    return ran.stdout.replace('"# @save ', '"#@save ')
+
+
 def main() -> int:
-    """Rewrite every notebook that differs, and return the exit status."""
+    """Rewrite and format every notebook that differs, and return the exit status."""
     status, changed = 0, False
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         nb = read(path)
@@ -132,6 +144,10 @@ def main() -> int:
         if report:
             nbformat.write(nb, path)
             changed = True
+        text = path.read_text(encoding="utf-8")
+        if formatted(text) != text:
+            path.write_text(formatted(text), encoding="utf-8")
+            print(f"{path.name}: formatted")
     print("Run what has changed: make refresh" if changed else "No cell has been rewritten.")
     return status
 

@@ -1,0 +1,396 @@
+"""Ranks in a cell: run a function as k real processes that can send each other messages.
+
+``torchrun`` starts a script k times; ``launch`` starts a *function* k times, wherever it was
+written: in a cell, in a script with or without a main guard, on standard input. The function
+travels by value (cloudpickle), so the caller's main module is never run again. The ranks are forked
+from a server that has imported torch already (``forkserver``), so they start in a tenth of a
+second; forks of the caller would hang once it has run an OpenMP-sized operation. Where there is no
+fork server, ranks are spawned.
+
+One connection joins each rank to the caller, for lines of output, the result or the failure, and
+the question where the rank stands. The ranks meet in a file, which opens no port, and gloo listens
+on the loopback interface alone. Source: Python's ``multiprocessing``.
+"""
+
+import contextlib
+import faulthandler
+import inspect
+import io
+import itertools
+import linecache
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.util import get_temp_dir
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+GRACE = 0.1  # seconds for which others may report too, once one rank has failed
+ANSWER = 1.0  # seconds in which a rank must say where it stands, once the time is up
+
+_starting = threading.Lock()  # two threads may launch, but not hide the main module at once
+
+
+class RankError(RuntimeError):
+    """A rank raised an exception, died, or did not finish in time.
+
+    ``rank`` is the first that failed; ``errors`` has for each that failed its traceback, and for
+    each that did not finish the place where it stood.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, errors: dict | None = None):
+        super().__init__(message)
+        self.rank, self.errors = rank, errors or {}
+
+
+class _Job(NamedTuple):  # what every rank is given
+    call: bytes  # the function and its arguments, pickled
+    sources: dict  # linecache's entries of code that is in no file: cells
+    environment: dict
+    path: list  # the caller's sys.path
+    store: str  # the file in which the ranks meet
+    timeout: float
+    threads: int
+
+
+class _Failure(NamedTuple):
+    when: float  # on the clock that all processes of a machine share
+    what: str  # in one line
+    details: str  # the traceback
+
+
+def launch(
+    fn: Callable, world_size: int, *args: Any, timeout: float = 120.0, threads: int = 1
+) -> list:
+    """Call ``fn(rank, world_size, *args)`` in each of ``world_size`` new processes.
+
+    In every rank the default process group is ready (gloo, this machine only), RANK, WORLD_SIZE and
+    LOCAL_RANK are set as torchrun sets them, and the environment, the working directory and
+    ``sys.path`` are the caller's. A rank works on copies: what it changes in its arguments or in
+    global variables stays there, only the result comes back. What it prints is printed by the
+    caller, in whole lines that begin with ``[rank 0]``.
+
+    Args:
+        fn: the function, also a closure, a lambda or one defined in a cell.
+        world_size: the number of ranks.
+        *args: what the function is given after rank and world_size.
+        timeout: seconds that the ranks may take once they are started.
+        threads: the number of threads of torch's operations in each rank.
+
+    Returns:
+        The results, in the order of the ranks.
+
+    Raises:
+        RankError: a rank raised an exception, died, or did not finish in time; all are ended.
+        ValueError: a number is out of range.
+        TypeError: fn cannot be called, or fn or an argument cannot be pickled.
+        RuntimeError: called from a rank.
+    """
+    _check(fn, world_size, timeout, threads)
+    store = os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")
+    call = _pickle((fn, args), lambda: _culprit(fn, args))
+    job = _Job(call, _sources_of_cells(), dict(os.environ), sys.path, store, timeout, threads)
+    ranks = []
+    try:
+        _start(ranks, world_size, job)
+        return _gather(ranks, timeout)
+    finally:
+        with _deferred_interrupt(), contextlib.suppress(FileNotFoundError):
+            _end(ranks)
+            os.unlink(store)
+
+
+def _check(fn: Callable, world_size: int, timeout: float, threads: int) -> None:
+    if not callable(fn):
+        raise TypeError(f"launch needs a function, got {fn!r}; write launch(f, 2), not launch(f())")
+    for name, number in {"world_size": world_size, "threads": threads}.items():
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
+    if not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
+        raise ValueError(f"timeout must be more than 0 and at most 1e6 seconds, got {timeout!r}")
+    if multiprocessing.current_process().daemon:  # ranks are daemons, to end with the caller
+        raise RuntimeError("launch was called from a rank, and a rank cannot have ranks of its own")
+
+
+def _pickle(value: Any, name: Callable[[], str]) -> bytes:
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(f"{name()} cannot be sent to another process: {error}") from None
+
+
+def _culprit(fn: Callable, args: tuple) -> str:
+    """Name what in a call cannot be pickled: "RLock object" alone does not help a student."""
+    suspects = {f"argument {i} ({type(a).__name__})": a for i, a in enumerate(args)}
+    with contextlib.suppress(TypeError, ValueError):  # not a Python function; a name not yet bound
+        used = inspect.getclosurevars(fn)
+        for name, value in {**used.globals, **used.nonlocals}.items():
+            suspects[f"{name!r} ({type(value).__name__}), which the function uses,"] = value
+    for name, value in suspects.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return name
+    return f"the function {getattr(fn, '__name__', fn)!r}"
+
+
+def _sources_of_cells() -> dict:
+    """The source of code that is in no file, so that a rank's traceback can show its lines."""
+    return {
+        name: (entry[0], None, *entry[2:])  # no modification time: never compared with a file
+        for name, entry in list(linecache.cache.items())
+        if len(entry) == 4 and not os.path.exists(name)
+    }
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Hide where the main module comes from: multiprocessing would run it again in each child."""
+    main = vars(sys.modules["__main__"])
+    saved = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.update(saved)
+
+
+@contextlib.contextmanager
+def _deferred_interrupt() -> Iterator[None]:
+    """Let SIGINT wait: it would leave a rank half started, or kill a fork server in its imports."""
+    came = []
+    if in_main_thread := threading.current_thread() is threading.main_thread():
+        handler = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    if posix := hasattr(signal, "pthread_sigmask"):
+        resource_tracker.ensure_running()  # first, since it unblocks SIGINT when it starts
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it
+    try:
+        yield
+    finally:
+        if posix:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _context() -> multiprocessing.context.BaseContext:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+    return context
+
+
+def _start(ranks: list, world_size: int, job: _Job) -> None:
+    """Fill the list of (process, connection), each before it is started: what is in it is ended."""
+    context = _context()
+    with _starting, _deferred_interrupt(), _hidden_main():
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            call = (rank, world_size, theirs, job)
+            process = context.Process(target=_be_rank, args=call, daemon=True)
+            ranks.append((process, ours))
+            with theirs:  # closed here, so that the connection ends when the rank does
+                process.start()
+
+
+def _gather(ranks: list, timeout: float) -> list:
+    """Wait for all results, or raise as soon as one rank has failed or the time is up."""
+    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    outcomes = _listen(waiting, ranks, timeout)
+    failures = {r: outcomes[r] for r in sorted(outcomes) if isinstance(outcomes[r], _Failure)}
+    if failures:
+        raise _failed(failures)
+    if waiting:
+        unfinished = sorted(waiting.values())
+        for connection in waiting:
+            with contextlib.suppress(OSError):
+                connection.send("where are you?")
+        raise _timed_out(unfinished, outcomes, timeout, _listen(waiting, ranks, ANSWER))
+    return [cloudpickle.loads(outcomes[rank]) for rank in range(len(ranks))]
+
+
+def _listen(waiting: dict[Connection, int], ranks: list, seconds: float) -> dict[int, Any]:
+    """Print the lines that come, until every waiting rank has sent something else: its outcome.
+
+    Stops earlier when the time is up, and GRACE after a failure.
+    """
+    outcomes, deadline = {}, time.monotonic() + seconds
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(waiting), left):
+            rank = waiting[connection]
+            try:
+                kind, content = connection.recv()
+            except (EOFError, OSError):  # OSError: in the middle of a message
+                kind, content = "failure", _death(ranks[rank][0])
+            if kind in ("stdout", "stderr"):
+                stream = getattr(sys, kind)
+                stream.write("".join(f"[rank {rank}] {line}\n" for line in content))  # in one piece
+                stream.flush()
+                continue
+            outcomes[rank] = content
+            del waiting[connection]
+            if kind == "failure":
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return outcomes
+
+
+def _death(process: multiprocessing.Process) -> _Failure:
+    """A death counts as the first failure: others fail as their connections to the dead break."""
+    process.join(ANSWER)
+    code = process.exitcode
+    how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+    return _Failure(float("-inf"), f"died before it had finished ({how})", "")
+
+
+def _failed(failures: dict[int, _Failure]) -> RankError:
+    first = min(failures, key=lambda rank: failures[rank].when)
+    message = f"rank {first}: {failures[first].what}\n\n{failures[first].details}".rstrip()
+    others = [f"rank {r} ({f.what.split(':')[0]})" for r, f in failures.items() if r != first]
+    if others:
+        message += f"\n\nfailed too: {', '.join(others)}"
+    return RankError(message, first, {r: f.details or f.what for r, f in failures.items()})
+
+
+def _timed_out(unfinished: list, outcomes: dict, timeout: float, answers: dict) -> RankError:
+    names = ", ".join(f"rank {rank}" for rank in unfinished)
+    finished = ", ".join(str(rank) for rank in sorted(outcomes)) or "none"
+    message = f"{names} did not finish within {timeout:g} s (finished: {finished})"
+    unknown = "no answer: still starting, just finished, or in C code that does not return"
+    errors = {r: answers[r] if isinstance(answers.get(r), str) else unknown for r in unfinished}
+    for rank, where in errors.items():
+        message += f"\n\nwhere rank {rank} stands (most recent call last):\n{where}".rstrip()
+    return RankError(message, unfinished[0], errors)
+
+
+def _end(ranks: list) -> None:
+    """Kill all ranks. They hold nothing worth a polite end: their results and lines are here."""
+    for process, _ in ranks:
+        if process.is_alive():
+            process.kill()
+    for process, connection in ranks:
+        if process.pid:
+            process.join(5)
+        connection.close()  # not before: to a rank it means that the caller is gone
+
+
+def _be_rank(rank: int, world_size: int, connection: Connection, job: _Job) -> None:
+    """What runs in the new process: call the function, report, and stay until ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its ranks
+    faulthandler.dump_traceback_later(job.timeout + 60, exit=True, file=2)  # see _watch
+    lock = threading.RLock()  # a finalizer that prints may run inside send, in the same thread
+
+    def send(kind: str, content: Any) -> None:
+        with lock:
+            connection.send((kind, content))
+
+    outputs = sys.stdout, sys.stderr = _Output("stdout", send), _Output("stderr", send)
+    threading.Thread(target=_watch, args=(connection, send, outputs, job), daemon=True).start()
+    try:
+        _prepare(rank, world_size, job)
+        fn, args = cloudpickle.loads(job.call)
+        result = fn(rank, world_size, *args)
+        outcome = "result", _pickle(result, lambda: f"the result ({type(result).__name__})")
+    except BaseException as error:
+        outcome = "failure", _failure(error)
+    for output in outputs:
+        output.finish()
+    send(*outcome)
+    threading.Event().wait()  # if it left now, those that still talk to it would fail
+
+
+def _prepare(rank: int, world_size: int, job: _Job) -> None:
+    """Bring the caller's surroundings here, and join the default process group."""
+    os.environ.clear()  # what is here dates from the start of the fork server
+    os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    loopback = {"darwin": "lo0", "win32": "Loopback Pseudo-Interface 1"}.get(sys.platform, "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback  # left alone, gloo may choose an outward interface
+    sys.path[:] = job.path
+    linecache.cache.update(job.sources)
+    torch.set_num_threads(job.threads)
+    limit = timedelta(seconds=job.timeout + 10)  # beyond the caller's limit, which tells more
+    store = dist.FileStore(job.store, world_size)
+    dist.init_process_group("gloo", None, limit, world_size, rank, store)
+    dist.barrier()
+
+
+def _failure(error: BaseException) -> _Failure:
+    """What to tell of an exception: its traceback begins with the user's function."""
+    when, trace = time.monotonic(), error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    name = next(s for s in traceback.format_exception_only(error) if not s.startswith(" "))
+    details = "".join(traceback.format_exception(type(error), error, trace))
+    return _Failure(when, name.splitlines()[0], _without_paths_of_cells(details))
+
+
+def _watch(connection: Connection, send: Callable, outputs: tuple, job: _Job) -> None:
+    """Say where the main thread stands when the caller asks, and end the rank when it is gone.
+
+    This thread runs unless C code keeps the interpreter's lock for ever. For that there is
+    faulthandler's clock, which needs no lock.
+    """
+    try:
+        while connection.recv():
+            for output in outputs:
+                output.finish()
+            send("stack", _where())
+    except (EOFError, OSError):  # the caller was killed: nobody else is left to clean up
+        shutil.rmtree(os.path.dirname(job.store), ignore_errors=True)
+    finally:
+        os._exit(1)
+
+
+def _where() -> str:
+    """The stack of the main thread, from the user's function on."""
+    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    stack = itertools.dropwhile(lambda f: f.filename != __file__, stack)  # multiprocessing's frames
+    stack = itertools.dropwhile(lambda f: f.filename == __file__, stack)  # and ours
+    return _without_paths_of_cells("".join(traceback.format_list(list(stack))))
+
+
+def _without_paths_of_cells(text: str) -> str:
+    return re.sub(r'"[^"\n]*ipykernel_\d+[\\/]\d+\.py"', '"<cell>"', text)
+
+
+class _Output(io.TextIOBase):
+    """A stdout or stderr that sends whole lines to the caller; every thread has its own line."""
+
+    encoding = "utf-8"
+
+    def __init__(self, kind: str, send: Callable):
+        self.kind, self.send = kind, send
+        self.begun = {}  # thread -> the line that it has begun
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        thread = threading.get_ident()
+        *lines, self.begun[thread] = (self.begun.get(thread, "") + text).split("\n")
+        if lines:
+            self.send(self.kind, lines)
+        return len(text)
+
+    def finish(self) -> None:
+        """Send the lines that were begun and not ended."""
+        lines = [line for thread in list(self.begun) if (line := self.begun.pop(thread))]
+        if lines:
+            self.send(self.kind, lines)

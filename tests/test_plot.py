@@ -1,0 +1,419 @@
+import subprocess
+import sys
+import types
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+import torch
+
+from d2lpar import plot
+from d2lpar.schedules import Move, direct, halving_doubling, ring, star, tree, tree_broadcast
+
+SCHEDULES = [star, ring, tree, direct, halving_doubling]
+SVG = "{http://www.w3.org/2000/svg}"
+STAR_BYTES = {(0, 1): 4_000_000, (0, 2): 4_000_000, (1, 0): 4_000_000, (2, 0): 1_500}
+
+
+def history(epochs, num_epochs=10):
+    return types.SimpleNamespace(
+        loss=[2.0 / (i + 1) for i in range(epochs)],
+        accuracy=[0.1 * i for i in range(epochs)],
+        seconds=[0.25] * epochs,
+        devices="2 virtual devices",
+        hardware="a machine with 2 cores",
+        num_epochs=num_epochs,
+    )
+
+
+def board_after(epochs):
+    board = plot.Board()
+    board(history(epochs))
+    return board.picture
+
+
+PICTURES = {
+    "schedule": lambda: plot.schedule(ring, 4),
+    "schedule with a title": lambda: plot.schedule(tree, 3, title='Up & "down" <the tree>'),
+    "links": lambda: plot.links(STAR_BYTES, title="star & co"),
+    "curves": lambda: plot.curves({"<a>": ([1, 2], [3, 4]), "b": ([1], [2])}, "x & y", "z"),
+    "bars": lambda: plot.bars({"a $x$ <b>": 1, "b $": 2}, x_label="time"),
+    "images": lambda: plot.images(
+        torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    ),
+    "board": lambda: board_after(3),
+}
+
+
+def texts(picture):
+    return [element.text for element in ET.fromstring(picture.svg).iter(SVG + "text")]
+
+
+@pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES)
+def test_every_picture_is_xml_with_its_alternative_text_and_the_same_bytes_again(draw):
+    picture = draw()
+    root = ET.fromstring(picture.svg)
+    assert root.tag == SVG + "svg"
+    assert root.get("role") == "img"
+    assert root.get("aria-label") == root.find(SVG + "title").text == picture.alt == repr(picture)
+    assert len(picture.alt) > 8
+    assert draw().svg == picture.svg
+    bundle = picture._repr_mimebundle_()
+    assert bundle == {"image/svg+xml": picture.svg, "text/plain": picture.alt}
+    ground = root.find(SVG + "rect")  # for dark pages
+    assert ground.get("fill") == "#FFF" and ground.get("width") == "100%"
+    assert "<style" not in picture.svg  # it would change the other pictures of a page
+    assert len(picture.svg) < 40_000
+
+
+def test_a_picture_does_not_depend_on_the_users_settings():
+    import matplotlib as mpl
+
+    before = PICTURES["curves"]().svg
+    with mpl.rc_context({"font.size": 30, "axes.grid": True, "svg.fonttype": "path"}):
+        assert PICTURES["curves"]().svg == before
+
+
+def test_save_writes_the_svg(tmp_path):
+    picture = plot.schedule(ring, 4)
+    picture.save(tmp_path / "ring.svg")
+    assert (tmp_path / "ring.svg").read_text(encoding="utf-8") == picture.svg
+
+
+def test_no_pyplot_is_imported_and_no_figure_stays_open():
+    code = (
+        "import sys; from d2lpar import plot\n"
+        "from types import SimpleNamespace as History\n"
+        "one = dict(loss=[1], accuracy=[1], seconds=[1], devices='', hardware='', num_epochs=1)\n"
+        "plot.bars({'a': 1}); plot.Board()(History(**one))\n"
+        "assert 'matplotlib.pyplot' not in sys.modules, 'pyplot'\n"
+        "assert 'IPython' not in sys.modules, 'IPython'\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+# Who holds what
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_at_the_end_everyone_holds_every_contribution_exactly_once(schedule, k):
+    steps = schedule(k)
+    states = plot.holdings(steps, k)
+    assert len(states) == len(steps) + 1
+    assert all(held == (device,) for device in range(k) for held in states[0][device])
+    assert all(held == tuple(range(k)) for device in states[-1] for held in device)
+
+
+def test_holdings_of_the_ring_step_by_step():
+    states = plot.holdings(ring(3), 3)
+    assert states[1] == [[(0,), (0, 2), (0,)], [(1,), (1,), (0, 1)], [(1, 2), (2,), (2,)]]
+    half = states[2]  # the reduce-scatter is done: device r has the sum of chunk r and no other
+    assert [[held == (0, 1, 2) for held in device] for device in half] == [
+        [True, False, False], [False, True, False], [False, False, True],
+    ]  # fmt: skip
+
+
+def test_holdings_reads_what_was_there_before_the_step():
+    swap = [[Move(0, 1, None, True), Move(1, 0, None, True)]]
+    assert plot.holdings(swap, 2)[1] == [[(0, 1)], [(0, 1)]]
+
+
+def test_holdings_shows_a_contribution_that_is_added_twice_or_missing():
+    again = [[Move(0, 1, None, True)], [Move(0, 1, None, True)]]
+    assert plot.holdings(again, 2)[-1] == [[(0,)], [(0, 0, 1)]]
+    missing = plot.holdings(ring(3)[:-1], 3)[-1]
+    assert any(held != (0, 1, 2) for device in missing for held in device)
+
+
+@pytest.mark.parametrize(
+    "move", [Move(0, 3, 0, True), Move(-1, 0, 0, True), Move(1, 1, 0, True), Move(0, 1, -1, True)]
+)
+def test_a_move_that_cannot_be_is_an_error_that_names_it(move):
+    with pytest.raises(ValueError, match=r"Move\(src=.* two of 3 devices"):
+        plot.holdings([[move, Move(0, 1, 1, True)]], 3)
+
+
+# The schedule's picture
+
+
+def count(picture, **attributes):
+    """Sub-paths among the paths with these attributes."""
+    paths = [
+        path.get("d")
+        for path in ET.fromstring(picture.svg).iter(SVG + "path")
+        if all(path.get(name.replace("_", "-")) == value for name, value in attributes.items())
+    ]
+    return sum(d.count("M") for d in paths)
+
+
+def arrows(picture):
+    """(solid, dashed): the curves of all arrows."""
+    solid = dashed = 0
+    for path in ET.fromstring(picture.svg).iter(SVG + "path"):
+        if path.get("stroke-dasharray"):
+            dashed += path.get("d").count("Q")
+        else:
+            solid += path.get("d").count("Q")
+    return solid, dashed
+
+
+@pytest.mark.parametrize("k", range(2, 9))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_is_drawn_with_an_arrow_a_move_and_a_frame_a_sum(schedule, k):
+    picture = plot.schedule(schedule, k)
+    moves = [move for step in schedule(k) for move in step]
+    assert arrows(picture) == (
+        sum(move.reduce for move in moves),
+        sum(not move.reduce for move in moves),
+    )
+    states = plot.holdings(schedule(k), k)
+    cells = [held for state in states for device in state for held in device]
+    assert count(picture, fill=plot.GREY) == len(cells)
+    for i in range(k):
+        held = sum(i in contributors for contributors in cells)
+        assert count(picture, stroke=plot.PALETTE[i]) == held
+    assert count(picture, fill="none", stroke_width="1.75") == sum(
+        held == tuple(range(k)) for held in cells
+    )
+    titles = [text for text in texts(picture) if text.startswith("step ")]
+    assert titles == [f"step {i + 1}" for i in range(len(schedule(k)))]
+
+
+@pytest.mark.parametrize("k", range(2, 9))
+def test_devices_and_what_they_hold_do_not_overlap(k):
+    for n in (1, k):
+        panel = plot._Panel(k, n, 190)
+        w, h = panel.cell * n, panel.row * k
+        boxes = [(x, y, x + w, y + h) for x, y in panel.corners]
+        boxes += [(p.real - 10, p.imag - 10, p.real + 10, p.imag + 10) for p in panel.discs]
+        for i, a in enumerate(boxes):
+            assert abs(a[0]) < panel.width / 2 and abs(a[2]) < panel.width / 2
+            for b in boxes[:i]:
+                assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+
+
+def test_chunks_are_labelled_on_the_way():
+    words = texts(plot.schedule(halving_doubling, 4))
+    # step 1 swaps halves: two of each; step 4 hands them back; every label also has its halo
+    assert words.count("0-1") == words.count("2-3") == 8
+    folded = texts(plot.schedule(halving_doubling, 3))
+    assert folded.count("all") == 4  # the third device's whole tensor, there and back
+
+
+def test_the_alternative_text_of_a_schedule_tells_its_steps():
+    alt = plot.schedule(ring, 3).alt
+    assert alt.startswith("ring(3): 3 devices, 4 steps, the tensor in 3 chunks.")
+    assert "Step 1: 0 to 1 2, 1 to 2 0, 2 to 0 1, added; 0 of 9 sums are whole." in alt
+    assert "Step 2: 0 to 1 1, 1 to 2 2, 2 to 0 0, added; 3 of 9 sums are whole." in alt
+    assert alt.endswith("copied; 9 of 9 sums are whole.")
+    assert "56 messages, added; 8 of 64" in plot.schedule(direct, 8).alt
+
+
+def test_a_broken_ring_can_be_seen():
+    broken = plot.schedule(lambda k: ring(k)[:-1], 4, title="broken")
+    assert "16 of 16 sums" not in broken.alt and "12 of 16 sums" in broken.alt
+    assert (
+        count(plot.schedule(ring, 4), stroke_width="1.75") > count(broken, stroke_width="1.75") + 4
+    )
+
+
+def test_a_broadcast_is_drawn_too():
+    assert arrows(plot.schedule(tree_broadcast, 5)) == (0, 4)
+
+
+@pytest.mark.parametrize("k", [0, 1, 9, 64])
+def test_a_k_that_does_not_fit_is_an_error(k):
+    with pytest.raises(ValueError, match=f"k = {k}, but only 2 to 8"):
+        plot.schedule(ring, k)
+
+
+# Charts
+
+
+def test_links_shows_every_link_with_its_bytes_the_largest_first():
+    picture = plot.links(STAR_BYTES)
+    words = texts(picture)
+    names = [word for word in words if "→" in word]
+    assert names == ["0 → 1", "0 → 2", "1 → 0", "2 → 0"]
+    assert words.count("4 MB") >= 3 and "1.5 kB" in words
+    assert "0 → 1 4 MB" in picture.alt and "2 → 0 1.5 kB" in picture.alt
+
+
+def test_links_compared_show_what_a_link_does_not_carry():
+    picture = plot.links({"star": STAR_BYTES, "ring": {(0, 1): 9_000, (1, 2): 9_000}})
+    assert {"star", "ring"} <= set(texts(picture))
+    star_words, ring_words = picture.alt.removeprefix("Bytes per link. ").split(". ring: ")
+    assert "1 → 2 0 B" in star_words and "0 → 1 4 MB" in star_words
+    assert "1 → 2 9 kB" in ring_words and "2 → 0 0 B" in ring_words
+
+
+def test_many_links_are_added_up_per_device():
+    everyone = {(a, b): 1_000 * (a + 1) for a in range(8) for b in range(8) if a != b}
+    picture = plot.links(everyone)
+    assert not [word for word in texts(picture) if "→" in word]
+    assert "7 sends 56 kB" in picture.alt  # 7 times 8 kB
+    assert "7 receives 28 kB" in picture.alt  # 1 + 2 + … + 7 kB
+    assert "0 receives 35 kB" in picture.alt  # 2 + 3 + … + 8 kB
+
+
+def test_bars_carry_names_values_and_spread():
+    picture = plot.bars({"a": 0.00123, "b": (2.0, 1.5, 2.5)}, x_label="time", unit="seconds")
+    assert {"a", "b", "1.23 ms", "2 s (1.5 s to 2.5 s)", "time"} <= set(texts(picture))
+    assert picture.alt == "Bars: time. a 1.23 ms, b 2 s (1.5 s to 2.5 s)."
+
+
+def test_curves_have_labels_units_and_different_dashes():
+    sizes = [10**i for i in range(3, 9)]
+    series = {name: (sizes, [1e-9 * i * x for x in sizes]) for i, name in enumerate("abcd", 1)}
+    picture = plot.curves(
+        series, "size", "time", log_x=True, log_y=True, x_unit="bytes", y_unit="seconds"
+    )
+    words = texts(picture)
+    assert {"a", "b", "c", "d", "size", "time", "1 MB", "10 ms"} <= set(words)
+    assert [word for word in words if word in series] == list("dcba")  # as the curves end
+    assert "a: from 1 µs at 1 kB to 100 ms at 100 MB" in picture.alt
+    assert len({str(dash) for dash in plot.DASHES}) == len(set(plot.MARKERS)) == 8
+
+
+def test_a_logarithmic_axis_of_device_counts_shows_them():
+    words = texts(plot.curves({"a": ([2, 4, 8], [0.1, 0.2, 0.3])}, "k", "y", log_x=True))
+    assert [word for word in words if word in ("2", "3", "4", "5", "8")] == ["2", "4", "8"]
+
+
+def test_images_are_pixels_and_titles():
+    X = torch.rand(10, 1, 28, 28)
+    picture = plot.images(X, titles=[f"title {i}" for i in range(10)], columns=4)
+    assert len(list(ET.fromstring(picture.svg).iter(SVG + "image"))) == 10
+    assert texts(picture) == [f"title {i}" for i in range(10)]
+    assert plot.images(X[:, 0], columns=4).svg == plot.images(X, columns=4).svg
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: plot.bars({}), "0 bars"),
+        (lambda: plot.links({}), "0 bars"),
+        (lambda: plot.curves({}, "x", "y"), "0 series"),
+        (lambda: plot.curves({str(i): ([1], [1]) for i in range(9)}, "x", "y"), "9 series"),
+        (lambda: plot.curves({"a": ([1, 2, 3], [1, 2])}, "x", "y"), "'a' has 3 x .* 2 y"),
+        (lambda: plot.curves({"a": ([], [])}, "x", "y"), "'a' has 0 x .* 0 y"),
+        (lambda: plot.curves({"a": ([0, 1], [1, 1])}, "x", "y", log_x=True), "cannot show 0"),
+        (lambda: plot.images(torch.rand(3, 1, 28, 28), ["a"]), "3 images and 1 titles"),
+        (lambda: plot.images(torch.rand(0, 1, 28, 28)), "0 images"),
+    ],
+)
+def test_what_cannot_be_drawn_is_an_error_with_the_numbers(draw, message):
+    with pytest.raises(ValueError, match=message):
+        draw()
+
+
+def linear(colour):
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+
+
+def test_the_palette_stands_out_from_white_and_tells_neighbours_apart():
+    # what a person without red or without green cones sees (Machado et al., 2009)
+    protan = [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]
+    deutan = [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]
+    for colour in plot.PALETTE:
+        r, g, b = linear(colour)
+        assert 1.05 / (0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05) >= 3  # WCAG, for graphics
+    for matrix in (protan, deutan):
+        seen = [
+            [sum(m * c for m, c in zip(row, linear(colour), strict=True)) for row in matrix]
+            for colour in plot.PALETTE
+        ]
+        for a, b in pairwise(seen):
+            assert max(abs(x - y) for x, y in zip(a, b, strict=True)) > 0.1
+
+
+# The live board
+
+
+class Notebook:
+    """Stands in for a running IPython: counts what is displayed and updated."""
+
+    def __init__(self, monkeypatch):
+        self.shown, self.updates = [], []
+        display = types.SimpleNamespace(display=self.display)
+        module = types.SimpleNamespace(get_ipython=object, display=display)
+        monkeypatch.setitem(sys.modules, "IPython", module)
+
+    def display(self, picture, display_id):
+        assert display_id is True
+        self.shown.append(picture)
+        return types.SimpleNamespace(update=self.updates.append)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = types.SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(plot.time, "monotonic", lambda: now.seconds)
+    return now
+
+
+def grow(run, epochs):
+    full = history(epochs)
+    run.loss, run.accuracy, run.seconds = full.loss, full.accuracy, full.seconds
+
+
+def test_the_board_updates_one_display_a_few_times_a_second_and_always_at_the_end(
+    monkeypatch, clock
+):
+    notebook, board, run = Notebook(monkeypatch), plot.Board(), history(0)
+    for epoch in range(1, 11):
+        grow(run, epoch)
+        board(run)
+        clock.seconds += 0.1
+    assert len(notebook.shown) == 1
+    assert 2 <= len(notebook.updates) <= 4  # one second of epochs
+    assert "epoch 10 of 10" in notebook.updates[-1].alt  # though 0.1 seconds after the one before
+    assert board.picture is notebook.updates[-1]
+
+
+def test_the_board_shows_a_second_run_in_a_second_display(monkeypatch, clock):
+    notebook, board = Notebook(monkeypatch), plot.Board()
+    for _ in range(2):
+        run = history(0, num_epochs=2)
+        for epoch in (1, 2):
+            grow(run, epoch)
+            board(run)
+    assert len(notebook.shown) == len(notebook.updates) == 2
+
+
+def test_the_board_keeps_its_picture_outside_of_a_notebook(clock):
+    board, run = plot.Board("A run"), history(0, num_epochs=3)
+    board(run)
+    assert board.picture is None  # nothing to draw yet
+    for epoch in (1, 2, 3):
+        grow(run, epoch)
+        board(run)
+    assert "A run: epoch 3 of 3, training loss 0.667, test accuracy 0.200" in board.picture.alt
+
+
+def test_the_board_says_where_it_ran_and_keeps_its_axis():
+    words = texts(board_after(1))
+    assert "2 virtual devices; a machine with 2 cores; 250 ms per epoch" in words
+    assert words.count("10") == 2  # both axes reach to the last epoch from the start
+    assert "training loss: 2.000" in words
+
+
+def test_the_board_survives_a_loss_that_is_not_a_number():
+    board, run = plot.Board(), history(2)
+    run.loss = [float("nan"), float("inf")]
+    board(run)
+    assert "training loss inf" in board.picture.alt
+
+
+def test_a_picture_shows_itself_in_a_real_notebook_shell():
+    code = (
+        "from IPython.testing.globalipapp import start_ipython\n"
+        "ip = start_ipython()\n"
+        "from d2lpar import plot\n"
+        "data, _ = ip.display_formatter.format(plot.bars({'a': 1}))\n"
+        "assert data['image/svg+xml'].startswith('<svg'), data\n"
+        "assert data['text/plain'].startswith('Bars'), data\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
