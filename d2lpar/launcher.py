@@ -61,7 +61,6 @@ class _Job(NamedTuple):  # what every rank is given
     call: bytes  # the function and its arguments, pickled
     sources: dict  # linecache's entries of code that is in no file: cells
     environment: dict
-    path: list  # the caller's sys.path
     store: str  # the file in which the ranks meet
     timeout: float
     threads: int
@@ -76,7 +75,7 @@ class _Failure(NamedTuple):
 def launch(
     fn: Callable, world_size: int, *args: Any, timeout: float = 120.0, threads: int = 1
 ) -> list:
-    """Call ``fn(rank, world_size, *args)`` in each of ``world_size`` new processes.
+    """Call ``fn(rank, world_size, *args)`` in ``world_size`` processes; return the results in order.
 
     In every rank the default process group is ready (gloo, this machine only), RANK, WORLD_SIZE and
     LOCAL_RANK are set as torchrun sets them, and the environment, the working directory and
@@ -91,9 +90,6 @@ def launch(
         timeout: seconds that the ranks may take once they are started.
         threads: the number of threads of torch's operations in each rank.
 
-    Returns:
-        The results, in the order of the ranks.
-
     Raises:
         RankError: a rank raised an exception, died, or did not finish in time; all are ended.
         ValueError: a number is out of range.
@@ -103,7 +99,7 @@ def launch(
     _check(fn, world_size, timeout, threads)
     store = os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")
     call = _pickle((fn, args), lambda: _culprit(fn, args))
-    job = _Job(call, _sources_of_cells(), dict(os.environ), sys.path, store, timeout, threads)
+    job = _Job(call, _sources_of_cells(), dict(os.environ), store, timeout, threads)
     ranks = []
     try:
         _start(ranks, world_size, job)
@@ -189,17 +185,12 @@ def _deferred_interrupt() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _context() -> multiprocessing.context.BaseContext:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", __name__])
-    return context
-
-
 def _start(ranks: list, world_size: int, job: _Job) -> None:
     """Fill the list of (process, connection), each before it is started: what is in it is ended."""
-    context = _context()
+    forks = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload(["torch", "torch.distributed", __name__])
     with _starting, _deferred_interrupt(), _hidden_main():
         for rank in range(world_size):
             ours, theirs = context.Pipe()
@@ -316,13 +307,12 @@ def _be_rank(rank: int, world_size: int, connection: Connection, job: _Job) -> N
 
 
 def _prepare(rank: int, world_size: int, job: _Job) -> None:
-    """Bring the caller's surroundings here, and join the default process group."""
+    """Bring the caller's surroundings here, and join the group. (Path and directory are here.)"""
     os.environ.clear()  # what is here dates from the start of the fork server
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     loopback = {"darwin": "lo0", "win32": "Loopback Pseudo-Interface 1"}.get(sys.platform, "lo")
     os.environ["GLOO_SOCKET_IFNAME"] = loopback  # left alone, gloo may choose an outward interface
-    sys.path[:] = job.path
     linecache.cache.update(job.sources)
     torch.set_num_threads(job.threads)
     limit = timedelta(seconds=job.timeout + 10)  # beyond the caller's limit, which tells more

@@ -11,7 +11,7 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 (2005).
 """
 
-from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -109,73 +109,62 @@ def tree_broadcast(k: int, src: int = 0) -> list[list[Move]]:
 
 
 def num_chunks(steps: list[list[Move]]) -> int:
-    """The number of chunks into which a schedule cuts the tensor: 1 + the largest that it names."""
-    return 1 + max((_last(m.chunk) for step in steps for m in step), default=0)
+    """Return into how many chunks a schedule cuts the tensor: 1 + the largest that it names."""
+    named = [m for step in steps for m in step if m.chunk is not None]
+    return 1 + max((chunks_of(m, 0)[-1] for m in named), default=0)
 
 
-def _last(chunk: int | range | None) -> int:
-    if chunk is None:
-        return 0
-    return chunk[-1] if isinstance(chunk, range) else chunk
+def chunks_of(move: Move, n: int) -> range:
+    """Return the chunks that a move carries, of the ``n`` into which the tensor is cut."""
+    if move.chunk is None:
+        return range(n)
+    return move.chunk if isinstance(move.chunk, range) else range(move.chunk, move.chunk + 1)
 
 
-def holdings(steps: list[list[Move]], k: int) -> list[list[list[Counter]]]:
-    """Return what everyone holds before the first step and after each of them.
+def holdings(steps: list[list[Move]], k: int) -> list[list[list[tuple[int, ...]]]]:
+    """Return what each participant holds at the start and after each step.
 
-    ``holdings(steps, k)[step][participant][chunk]`` counts whose contributions are in that chunk.
-
-    Raises:
-        ValueError: a move names a participant that is not there, sends to itself, or sends in a
-            step a chunk that is overwritten in it, so that the outcome would hang on the order.
-    """
-    chunks = range(num_chunks(steps))
-    now = [[Counter({r: 1}) for _ in chunks] for r in range(k)]
-    history = [now]
-    for number, step in enumerate(steps, start=1):
-        _check_step(number, step, k, chunks)
-        now = [list(row) for row in now]
-        for src, dst, chunk, reduces in step:
-            for c in _expand(chunk, chunks):
-                message = history[-1][src][c]
-                now[dst][c] = now[dst][c] + message if reduces else message
-        history.append(now)
-    return history
-
-
-def verify_allreduce(schedule, k: int) -> None:
-    """Check that after ``schedule(k)`` everyone holds every contribution exactly once.
+    ``holdings(steps, k)[step][participant][chunk]`` is a sorted tuple of those whose contribution
+    is in that chunk; one that was added twice stands there twice. Step 0 is the start.
 
     Raises:
-        ValueError: naming the first participant and chunk that does not, and what it holds.
+        ValueError: a move is not between two of the ``k`` participants.
     """
-    for r, row in enumerate(holdings(schedule(k), k)[-1]):
-        for c, held in enumerate(row):
-            if held != Counter(range(k)):
-                missing = [i for i in range(k) if not held[i]]
-                twice = [i for i in range(k) if held[i] > 1]
+    n = num_chunks(steps)
+    states = [[[(participant,)] * n for participant in range(k)]]
+    for step in steps:
+        before, after = states[-1], [list(held) for held in states[-1]]
+        for m in step:
+            if m.src == m.dst or not {m.src, m.dst} <= set(range(k)) or chunks_of(m, n)[0] < 0:
+                raise ValueError(f"{m} does not send a chunk between two of {k} participants")
+            for c in chunks_of(m, n):
+                got = before[m.src][c]
+                after[m.dst][c] = tuple(sorted(after[m.dst][c] + got)) if m.reduce else got
+        states.append(after)
+    return states
+
+
+def verify_allreduce(schedule: Callable[[int], list[list[Move]]], k: int) -> None:
+    """Check that ``schedule(k)`` leaves everyone with every contribution exactly once.
+
+    Raises:
+        ValueError: it does not, and who holds what instead; or a move is not between two of the
+            participants; or a chunk is sent and overwritten in one step, so that the outcome would
+            hang on which comes first.
+    """
+    steps = schedule(k)
+    for participant, held in enumerate(holdings(steps, k)[-1]):
+        for chunk, contributions in enumerate(held):
+            if contributions != tuple(range(k)):
                 raise ValueError(
-                    f"at the end participant {r} holds of chunk {c} the contributions "
-                    f"{sorted(held.elements())}: missing are {missing}, counted twice {twice}"
+                    f"participant {participant} ends with the contributions {contributions} in "
+                    f"chunk {chunk}, not with those of 0 to {k - 1}, each once"
                 )
-
-
-def _check_step(number: int, step: list[Move], k: int, chunks: range) -> None:
-    sent, written = {}, {}
-    for m in step:
-        if not (0 <= m.src < k and 0 <= m.dst < k) or m.src == m.dst:
+    for number, step in enumerate(steps, start=1):
+        sent = {(m.src, c) for m in step for c in chunks_of(m, num_chunks(steps))}
+        written = {(m.dst, c) for m in step for c in chunks_of(m, num_chunks(steps))}
+        for participant, chunk in sent & written:
             raise ValueError(
-                f"step {number}: {m} is no message between two of participants 0 to {k - 1}"
+                f"in step {number} participant {participant} sends chunk {chunk} while it is "
+                "overwritten"
             )
-        for c in _expand(m.chunk, chunks):
-            sent[m.src, c] = written[m.dst, c] = m
-    for place in sent.keys() & written.keys():
-        raise ValueError(
-            f"step {number}: participant {place[0]} sends chunk {place[1]} in {sent[place]} "
-            f"while it is overwritten by {written[place]}"
-        )
-
-
-def _expand(chunk: int | range | None, chunks: range) -> range:
-    if chunk is None:
-        return chunks
-    return chunk if isinstance(chunk, range) else range(chunk, chunk + 1)
