@@ -6,7 +6,7 @@ takes as long as its busiest participant. So a hub's queue is seen, which counti
 The closed forms follow Thakur, Rabenseifner and Gropp (2005). Notebook 03 builds this file.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -58,20 +58,26 @@ def walk(
             is no multiple of ``itemsize``.
     """
     _check(k, nbytes, alpha, beta, itemsize)
-    sent, received, seconds = [0] * k, [0] * k, 0.0
-    links: Counter = Counter()
     steps = schedule(k)
+    sent, received, seconds = [0] * k, [0] * k, 0.0
+    links = defaultdict(int)
     for messages in _messages(steps, nbytes, itemsize):
-        sending, receiving = [0.0] * k, [0.0] * k  # seconds that each is busy in this step
         for src, dst, size in messages:
             sent[src] += size
             received[dst] += size
             links[src, dst] += size
-            sending[src] += alpha + size * beta
-            receiving[dst] += alpha + size * beta
-        seconds += max(sending + receiving)
+        seconds += step_seconds(messages, alpha, beta)
     busiest_link = max(links.values(), default=0)
     return Cost(len(steps), tuple(sent), tuple(received), busiest_link, seconds)
+
+
+def step_seconds(messages: list[tuple[int, int, int]], alpha: float, beta: float) -> float:
+    """Return how long the busiest participant takes for a step's (src, dst, bytes)."""
+    sending, receiving = defaultdict(float), defaultdict(float)  # seconds that each participant is busy
+    for src, dst, size in messages:
+        sending[src] += alpha + size * beta
+        receiving[dst] += alpha + size * beta
+    return max([*sending.values(), *receiving.values()], default=0.0)
 
 
 def link_bytes(
@@ -79,7 +85,7 @@ def link_bytes(
 ) -> dict[tuple[int, int], int]:
     """Return the bytes that ``schedule`` sends over each link (source, destination) it uses."""
     _check(k, nbytes, 0, 0, itemsize)
-    links: Counter = Counter()
+    links = defaultdict(int)
     for messages in _messages(schedule(k), nbytes, itemsize):
         for src, dst, size in messages:
             links[src, dst] += size

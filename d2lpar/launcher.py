@@ -75,7 +75,7 @@ class _Failure(NamedTuple):
 def launch(
     fn: Callable, world_size: int, *args: Any, timeout: float = 120.0, threads: int = 1
 ) -> list:
-    """Call ``fn(rank, world_size, *args)`` in ``world_size`` processes; return the results in order.
+    """Call ``fn(rank, world_size, *args)`` in ``world_size`` processes; return a list of results.
 
     In every rank the default process group is ready (gloo, this machine only), RANK, WORLD_SIZE and
     LOCAL_RANK are set as torchrun sets them, and the environment, the working directory and
@@ -307,7 +307,7 @@ def _be_rank(rank: int, world_size: int, connection: Connection, job: _Job) -> N
 
 
 def _prepare(rank: int, world_size: int, job: _Job) -> None:
-    """Bring the caller's surroundings here, and join the group. (Path and directory are here.)"""
+    """Do what multiprocessing, which sets directory and path, does not; join the group."""
     os.environ.clear()  # what is here dates from the start of the fork server
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))

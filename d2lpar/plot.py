@@ -28,8 +28,19 @@ from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocato
 from PIL import Image
 
 from .drawing import FONTS, GREY, INK, PALETTE, WIDTH, Picture, picture, schedule, text
+from .figures import data_parallel, three_splits
 
-__all__ = ["Board", "Picture", "bars", "curves", "images", "links", "schedule"]
+__all__ = [
+    "Board",
+    "Picture",
+    "bars",
+    "curves",
+    "data_parallel",
+    "images",
+    "links",
+    "schedule",
+    "three_splits",
+]
 
 MARKERS = "os^Dv*PX"
 DASHES = ("-", "--", "-.", ":", (0, (8, 2)), (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (3, 3)))

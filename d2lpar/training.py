@@ -71,11 +71,8 @@ def train_batch(
         raise ValueError("the batch is empty: its mean gradient is not defined")
     if len(device_params) != len(devices):
         raise ValueError(f"there are {len(device_params)} replicas for {len(devices)} devices")
-    X_shards, y_shards = split_batch(X, y, devices)
-    losses = [
-        loss(lenet(X_shard, params), y_shard).sum()
-        for X_shard, y_shard, params in zip(X_shards, y_shards, device_params, strict=True)
-    ]
+    shards = zip(*split_batch(X, y, devices), device_params, strict=True)
+    losses = [loss(lenet(X_shard, params), y_shard).sum() for X_shard, y_shard, params in shards]
     for shard_loss in losses:  # on GPUs these calls return at once, so the devices work in parallel
         shard_loss.backward()
     for grads in zip(*[[param.grad for param in params] for params in device_params], strict=True):

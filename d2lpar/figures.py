@@ -1,0 +1,134 @@
+"""The book's own figures: a step of data-parallel training, and three ways to split a network.
+
+Written as SVG, like ``drawing``; notebooks 01 and 02 show them through ``plot``. A thin line stays
+on a device, a thick arrow is sent from one device to another. The devices' colours stand beside
+their names.
+"""
+
+from .drawing import INK, PALETTE, WIDTH, Picture, picture, text
+
+BOLD = 'font-weight="bold"'
+CENTRED = 'text-anchor="middle"'
+
+
+def data_parallel(k: int = 2) -> Picture:
+    """Draw one step of data-parallel training on ``k`` devices, from the batch to the update.
+
+    Raises ValueError unless 1 <= k <= 4.
+    """
+    if not 1 <= k <= 4:
+        raise ValueError(f"k = {k}, but only 1 to 4 devices fit into the picture")
+    rows = [84 + 84 * i for i in range(k)]
+    middle = sum(rows) / k
+    parts = [
+        _box(complex(62, middle), 84, 76, ["batch", "X, y"]),
+        _box(complex(526, middle), 76, 76, ["sum"]),
+    ]
+    for i, y in enumerate(rows):
+        replica, gradient = complex(220, y), complex(378, y)
+        parts += [
+            _box(replica, 116, 52, [f"device {i}", f"shard {i}, replica {i}"], PALETTE[i]),
+            _box(gradient, 100, 52, ["gradient", f"of shard {i}"], PALETTE[i]),
+            _box(complex(682, y), 112, 52, ["same step", f"on replica {i}"], PALETTE[i]),
+            _arrow(complex(104, middle), replica - 58, 3),
+            _arrow(replica + 58, gradient - 50),
+            _arrow(gradient + 50, complex(488, middle), 3),
+            _arrow(complex(564, middle), complex(626, y), 3),
+        ]
+    columns = {132: "1. split", 299: "2. backward", 526: "3. allreduce", 682: "4. update"}
+    parts += [text(complex(x, 24), words, f"{CENTRED} {BOLD}") for x, words in columns.items()]
+    alt = (
+        f"One step on {k} devices. 1: the batch is split into {k} shards, one for each device. "
+        "2: each device computes the gradient of its shard with its own replica of the parameters. "
+        "3: an allreduce sums the gradients. 4: every device takes the same step on its replica."
+    )
+    return picture("".join(parts), WIDTH, rows[-1] + 44, alt)
+
+
+def three_splits() -> Picture:
+    """Draw a network of four layers on two devices, cut in each of the three ways."""
+    panels = (
+        ("1. between layers", _between_layers, "activations, where it is cut"),
+        ("2. inside layers", _inside_layers, "activations, at every layer"),
+        ("3. between examples", _between_examples, "gradients, once a step"),
+    )
+    body = ""
+    for i, (title, draw, sent) in enumerate(panels):
+        body += (
+            f'<g transform="translate({20 + 250 * i} 0)">{text(24j, title, BOLD)}'
+            f"{''.join(draw())}{text(236j, 'Sent: ' + sent)}</g>"
+        )
+    body += _arrow(20 + 262j, 60 + 262j, 3) + text(70 + 262j, "sent from one device to another")
+    body += _arrow(300 + 262j, 340 + 262j) + text(350 + 262j, "stays on a device")
+    alt = (
+        "A network of four layers on two devices. Cut between layers: device 0 has the first two "
+        "layers, device 1 the last two, and activations are sent where it is cut. Cut inside "
+        "layers: each device has half of every layer, and activations are sent at every layer. Cut "
+        "between examples: each device has all layers and half of the batch, and gradients are "
+        "sent once."
+    )
+    return picture(body, WIDTH, 284, alt)
+
+
+def _between_layers() -> list[str]:
+    layers = [_layer(i, 126, 100, device=i // 2) for i in range(4)]
+    flow = [_flow(0, 126), _arrow(102 + 114j, 116 + 114j, 3), _arrow(116 + 138j, 102 + 138j, 3)]
+    names = [text(51 + 62j, "device 0", CENTRED), text(167 + 62j, "device 1", CENTRED)]
+    return [*layers, *flow, _flow(2, 126), *names]
+
+
+def _inside_layers() -> list[str]:
+    layers = [_layer(i, y, 44, device) for i in range(4) for device, y in enumerate((98, 154))]
+    flow = [_flow(i, y) for i in range(3) for y in (98, 154)]
+    for i in range(3):
+        x = 45 + 58 * i
+        flow += [_arrow(x + 116j, x + 12 + 136j, 3), _arrow(x + 136j, x + 12 + 116j, 3)]
+    return [*layers, *flow, *_rows()]
+
+
+def _between_examples() -> list[str]:
+    layers = [_layer(i, y, 44, device) for i in range(4) for device, y in enumerate((92, 160))]
+    flow = [_flow(i, y) for i in range(3) for y in (92, 160)]
+    for i in range(4):
+        x = 22 + 58 * i
+        flow += [_arrow(x - 6 + 115j, x - 6 + 137j, 3), _arrow(x + 6 + 137j, x + 6 + 115j, 3)]
+    return [*layers, *flow, *_rows()]
+
+
+def _rows() -> list[str]:
+    return [text(109 + 58j, "device 0", CENTRED), text(109 + 198j, "device 1", CENTRED)]
+
+
+def _layer(i: int, y: float, height: float, device: int) -> str:
+    return _box(complex(22 + 58 * i, y), 44, height, [], PALETTE[device])
+
+
+def _flow(i: int, y: float) -> str:
+    """Draw the line from layer i to the next, on one device."""
+    return _arrow(complex(45 + 58 * i, y), complex(57 + 58 * i, y))
+
+
+def _box(middle: complex, width: float, height: float, lines: list[str], colour: str = INK) -> str:
+    """Draw a frame with lines of text, the first one bold; without text it is filled."""
+    corner = middle - complex(width, height) / 2
+    fill = "#FFF" if lines else colour
+    drawn = (
+        f'<rect x="{corner.real:g}" y="{corner.imag:g}" width="{width:g}" height="{height:g}" '
+        f'rx="6" fill="{fill}" stroke="{colour}" stroke-width="2"/>'
+    )
+    for i, line in enumerate(lines):
+        place = middle + 17j * (i - (len(lines) - 1) / 2)
+        drawn += text(place, line, CENTRED if i else f"{CENTRED} {BOLD}")
+    return drawn
+
+
+def _arrow(start: complex, end: complex, thick: float = 1) -> str:
+    """Draw a straight arrow: thick where something is sent, thin within a device."""
+    back = (start - end) / abs(start - end) * (4 + 1.5 * thick)
+    a, b = end + back * (1 + 0.6j), end + back * (1 - 0.6j)
+    neck = end + back
+    return (
+        f'<path d="M{start.real:.5g} {start.imag:.5g}L{neck.real:.5g} {neck.imag:.5g}" '
+        f'stroke="{INK}" stroke-width="{thick:g}"/><path d="M{end.real:.5g} {end.imag:.5g}'
+        f'L{a.real:.5g} {a.imag:.5g} {b.real:.5g} {b.imag:.5g}z" fill="{INK}"/>'
+    )
