@@ -13,6 +13,7 @@ from .collectives import (
 )
 from .data import DataError, load_data_fashion_mnist, read_idx
 from .devices import Ledger, choose_devices, count_bytes, move, try_all_gpus, try_gpu
+from .launcher import RankError, launch
 from .network import init_params, lenet, loss, sgd
 from .schedules import Move, direct, halving_doubling, ring, star, tree
 from .training import (

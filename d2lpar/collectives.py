@@ -7,6 +7,7 @@ Notebooks 02 and 03 build this file.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -115,15 +116,15 @@ def run_schedule(
     steps, flats: list[torch.Tensor], bounds: Sequence[int] = (), op: str = "sum"
 ) -> None:
     """Do every move of ``steps`` on the flat tensors: chunk c is bounds[c] to bounds[c + 1]."""
+    part = cache(lambda r, chunk: part_of(flats[r], chunk, bounds))  # each view is made once
     reduce_into = reducer(op)
     for step in steps:
         for src, dst, chunk, reduces in step:
-            message = move(part_of(flats[src], chunk, bounds), flats[dst].device, src, dst)
-            mine = part_of(flats[dst], chunk, bounds)
+            message = move(part(src, chunk), flats[dst].device, src, dst)
             if reduces:
-                reduce_into(mine, message)
+                reduce_into(part(dst, chunk), message)
             else:
-                mine.copy_(message)
+                part(dst, chunk).copy_(message)
 
 
 def reducer(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -141,8 +142,9 @@ def part_of(flat: torch.Tensor, chunk: int | range | None, bounds: Sequence[int]
     """Return the elements of a chunk, of a range of chunks, or all of them: always a view."""
     if chunk is None:
         return flat
-    first, last = (chunk[0], chunk[-1]) if isinstance(chunk, range) else (chunk, chunk)
-    return flat[bounds[first] : bounds[last + 1]]
+    if isinstance(chunk, range):
+        return flat[bounds[chunk[0]] : bounds[chunk[-1] + 1]]
+    return flat[bounds[chunk] : bounds[chunk + 1]]
 
 
 def _bounds(parts: Sequence[torch.Tensor]) -> list[int]:

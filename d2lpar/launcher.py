@@ -7,37 +7,30 @@ from a server that has imported torch already (``forkserver``), so they start in
 second; forks of the caller would hang once it has run an OpenMP-sized operation. Where there is no
 fork server, ranks are spawned.
 
-One connection joins each rank to the caller, for lines of output, the result or the failure, and
-the question where the rank stands. The ranks meet in a file, which opens no port, and gloo listens
-on the loopback interface alone. Source: Python's ``multiprocessing``.
+The ranks meet in a file, which opens no port, and gloo listens on the loopback interface alone.
+What runs inside a rank is in ``worker``. Notebook 03 uses this file. Source: Python's
+``multiprocessing``.
 """
 
 import contextlib
-import faulthandler
 import inspect
-import io
-import itertools
 import linecache
 import multiprocessing
 import os
-import re
-import shutil
 import signal
 import sys
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import get_temp_dir
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
-import torch
-import torch.distributed as dist
+
+from .worker import Failure, Job, be_rank, pickled
 
 GRACE = 0.1  # seconds for which others may report too, once one rank has failed
 ANSWER = 1.0  # seconds in which a rank must say where it stands, once the time is up
@@ -55,21 +48,6 @@ class RankError(RuntimeError):
     def __init__(self, message: str, rank: int | None = None, errors: dict | None = None):
         super().__init__(message)
         self.rank, self.errors = rank, errors or {}
-
-
-class _Job(NamedTuple):  # what every rank is given
-    call: bytes  # the function and its arguments, pickled
-    sources: dict  # linecache's entries of code that is in no file: cells
-    environment: dict
-    store: str  # the file in which the ranks meet
-    timeout: float
-    threads: int
-
-
-class _Failure(NamedTuple):
-    when: float  # on the clock that all processes of a machine share
-    what: str  # in one line
-    details: str  # the traceback
 
 
 def launch(
@@ -98,8 +76,8 @@ def launch(
     """
     _check(fn, world_size, timeout, threads)
     store = os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")
-    call = _pickle((fn, args), lambda: _culprit(fn, args))
-    job = _Job(call, _sources_of_cells(), dict(os.environ), store, timeout, threads)
+    call = pickled((fn, args), lambda: _culprit(fn, args))
+    job = Job(call, _sources_of_cells(), dict(os.environ), store, timeout, threads)
     ranks = []
     try:
         _start(ranks, world_size, job)
@@ -120,13 +98,6 @@ def _check(fn: Callable, world_size: int, timeout: float, threads: int) -> None:
         raise ValueError(f"timeout must be more than 0 and at most 1e6 seconds, got {timeout!r}")
     if multiprocessing.current_process().daemon:  # ranks are daemons, to end with the caller
         raise RuntimeError("launch was called from a rank, and a rank cannot have ranks of its own")
-
-
-def _pickle(value: Any, name: Callable[[], str]) -> bytes:
-    try:
-        return cloudpickle.dumps(value)
-    except Exception as error:
-        raise TypeError(f"{name()} cannot be sent to another process: {error}") from None
 
 
 def _culprit(fn: Callable, args: tuple) -> str:
@@ -185,17 +156,17 @@ def _deferred_interrupt() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _start(ranks: list, world_size: int, job: _Job) -> None:
+def _start(ranks: list, world_size: int, job: Job) -> None:
     """Fill the list of (process, connection), each before it is started: what is in it is ended."""
     forks = "forkserver" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if forks else "spawn")
     if forks:
-        context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+        context.set_forkserver_preload(["torch", "torch.distributed", be_rank.__module__])
     with _starting, _deferred_interrupt(), _hidden_main():
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             call = (rank, world_size, theirs, job)
-            process = context.Process(target=_be_rank, args=call, daemon=True)
+            process = context.Process(target=be_rank, args=call, daemon=True)
             ranks.append((process, ours))
             with theirs:  # closed here, so that the connection ends when the rank does
                 process.start()
@@ -205,7 +176,7 @@ def _gather(ranks: list, timeout: float) -> list:
     """Wait for all results, or raise as soon as one rank has failed or the time is up."""
     waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
     outcomes = _listen(waiting, ranks, timeout)
-    failures = {r: outcomes[r] for r in sorted(outcomes) if isinstance(outcomes[r], _Failure)}
+    failures = {r: outcomes[r] for r in sorted(outcomes) if isinstance(outcomes[r], Failure)}
     if failures:
         raise _failed(failures)
     if waiting:
@@ -242,15 +213,15 @@ def _listen(waiting: dict[Connection, int], ranks: list, seconds: float) -> dict
     return outcomes
 
 
-def _death(process: multiprocessing.Process) -> _Failure:
+def _death(process: multiprocessing.Process) -> Failure:
     """A death counts as the first failure: others fail as their connections to the dead break."""
     process.join(ANSWER)
     code = process.exitcode
     how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-    return _Failure(float("-inf"), f"died before it had finished ({how})", "")
+    return Failure(float("-inf"), f"died before it had finished ({how})", "")
 
 
-def _failed(failures: dict[int, _Failure]) -> RankError:
+def _failed(failures: dict[int, Failure]) -> RankError:
     first = min(failures, key=lambda rank: failures[rank].when)
     message = f"rank {first}: {failures[first].what}\n\n{failures[first].details}".rstrip()
     others = [f"rank {r} ({f.what.split(':')[0]})" for r, f in failures.items() if r != first]
@@ -279,108 +250,3 @@ def _end(ranks: list) -> None:
         if process.pid:
             process.join(5)
         connection.close()  # not before: to a rank it means that the caller is gone
-
-
-def _be_rank(rank: int, world_size: int, connection: Connection, job: _Job) -> None:
-    """What runs in the new process: call the function, report, and stay until ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its ranks
-    faulthandler.dump_traceback_later(job.timeout + 60, exit=True, file=2)  # see _watch
-    lock = threading.RLock()  # a finalizer that prints may run inside send, in the same thread
-
-    def send(kind: str, content: Any) -> None:
-        with lock:
-            connection.send((kind, content))
-
-    outputs = sys.stdout, sys.stderr = _Output("stdout", send), _Output("stderr", send)
-    threading.Thread(target=_watch, args=(connection, send, outputs, job), daemon=True).start()
-    try:
-        _prepare(rank, world_size, job)
-        fn, args = cloudpickle.loads(job.call)
-        result = fn(rank, world_size, *args)
-        outcome = "result", _pickle(result, lambda: f"the result ({type(result).__name__})")
-    except BaseException as error:
-        outcome = "failure", _failure(error)
-    for output in outputs:
-        output.finish()
-    send(*outcome)
-    threading.Event().wait()  # if it left now, those that still talk to it would fail
-
-
-def _prepare(rank: int, world_size: int, job: _Job) -> None:
-    """Do what multiprocessing, which sets directory and path, does not; join the group."""
-    os.environ.clear()  # what is here dates from the start of the fork server
-    os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    loopback = {"darwin": "lo0", "win32": "Loopback Pseudo-Interface 1"}.get(sys.platform, "lo")
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback  # left alone, gloo may choose an outward interface
-    linecache.cache.update(job.sources)
-    torch.set_num_threads(job.threads)
-    limit = timedelta(seconds=job.timeout + 10)  # beyond the caller's limit, which tells more
-    store = dist.FileStore(job.store, world_size)
-    dist.init_process_group("gloo", None, limit, world_size, rank, store)
-    dist.barrier()
-
-
-def _failure(error: BaseException) -> _Failure:
-    """What to tell of an exception: its traceback begins with the user's function."""
-    when, trace = time.monotonic(), error.__traceback__
-    while trace and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    name = next(s for s in traceback.format_exception_only(error) if not s.startswith(" "))
-    details = "".join(traceback.format_exception(type(error), error, trace))
-    return _Failure(when, name.splitlines()[0], _without_paths_of_cells(details))
-
-
-def _watch(connection: Connection, send: Callable, outputs: tuple, job: _Job) -> None:
-    """Say where the main thread stands when the caller asks, and end the rank when it is gone.
-
-    This thread runs unless C code keeps the interpreter's lock for ever. For that there is
-    faulthandler's clock, which needs no lock.
-    """
-    try:
-        while connection.recv():
-            for output in outputs:
-                output.finish()
-            send("stack", _where())
-    except (EOFError, OSError):  # the caller was killed: nobody else is left to clean up
-        shutil.rmtree(os.path.dirname(job.store), ignore_errors=True)
-    finally:
-        os._exit(1)
-
-
-def _where() -> str:
-    """The stack of the main thread, from the user's function on."""
-    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-    stack = itertools.dropwhile(lambda f: f.filename != __file__, stack)  # multiprocessing's frames
-    stack = itertools.dropwhile(lambda f: f.filename == __file__, stack)  # and ours
-    return _without_paths_of_cells("".join(traceback.format_list(list(stack))))
-
-
-def _without_paths_of_cells(text: str) -> str:
-    return re.sub(r'"[^"\n]*ipykernel_\d+[\\/]\d+\.py"', '"<cell>"', text)
-
-
-class _Output(io.TextIOBase):
-    """A stdout or stderr that sends whole lines to the caller; every thread has its own line."""
-
-    encoding = "utf-8"
-
-    def __init__(self, kind: str, send: Callable):
-        self.kind, self.send = kind, send
-        self.begun = {}  # thread -> the line that it has begun
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        thread = threading.get_ident()
-        *lines, self.begun[thread] = (self.begun.get(thread, "") + text).split("\n")
-        if lines:
-            self.send(self.kind, lines)
-        return len(text)
-
-    def finish(self) -> None:
-        """Send the lines that were begun and not ended."""
-        lines = [line for thread in list(self.begun) if (line := self.begun.pop(thread))]
-        if lines:
-            self.send(self.kind, lines)

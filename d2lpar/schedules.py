@@ -110,8 +110,8 @@ def tree_broadcast(k: int, src: int = 0) -> list[list[Move]]:
 
 def num_chunks(steps: list[list[Move]]) -> int:
     """Return into how many chunks a schedule cuts the tensor: 1 + the largest that it names."""
-    named = [m for step in steps for m in step if m.chunk is not None]
-    return 1 + max((chunks_of(m, 0)[-1] for m in named), default=0)
+    named = [m.chunk for step in steps for m in step if m.chunk is not None]
+    return 1 + max((c[-1] if isinstance(c, range) else c for c in named), default=0)
 
 
 def chunks_of(move: Move, n: int) -> range:

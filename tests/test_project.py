@@ -31,6 +31,7 @@ ORDER = (
     "cost",
     "collectives",
     "transport",
+    "worker",
     "launcher",
     "ranks",
     "training",
@@ -41,6 +42,8 @@ ORDER = (
     "checkpoint",
     "mixed_precision",
     "train_ddp",
+    "drawing",
+    "figures",
     "plot",
 )
 MAX_LINES = 350

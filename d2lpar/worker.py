@@ -1,0 +1,159 @@
+"""What runs inside a rank: it joins the others, calls the function, reports, and stays until ended.
+
+The other half of ``launcher``. One connection joins the rank to its caller. It carries lines of
+output, the result or the failure, and the question where the rank stands; when it ends, the caller
+is gone, and so is the rank.
+"""
+
+import faulthandler
+import io
+import itertools
+import linecache
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+
+class Job(NamedTuple):
+    """What every rank is given."""
+
+    call: bytes  # the function and its arguments, pickled
+    sources: dict  # linecache's entries of code that is in no file: cells
+    environment: dict
+    store: str  # the file in which the ranks meet
+    timeout: float
+    threads: int
+
+
+class Failure(NamedTuple):
+    """What a rank tells of an exception."""
+
+    when: float  # on the clock that all processes of a machine share
+    what: str  # in one line
+    details: str  # the traceback
+
+
+def be_rank(rank: int, world_size: int, connection: Connection, job: Job) -> None:
+    """What runs in the new process: call the function, report, and stay until ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its ranks
+    faulthandler.dump_traceback_later(job.timeout + 60, exit=True, file=2)  # see _watch
+    lock = threading.RLock()  # a finalizer that prints may run inside send, in the same thread
+
+    def send(kind: str, content: Any) -> None:
+        with lock:
+            connection.send((kind, content))
+
+    outputs = sys.stdout, sys.stderr = _Output("stdout", send), _Output("stderr", send)
+    threading.Thread(target=_watch, args=(connection, send, outputs, job), daemon=True).start()
+    try:
+        _prepare(rank, world_size, job)
+        fn, args = cloudpickle.loads(job.call)
+        result = fn(rank, world_size, *args)
+        outcome = "result", pickled(result, lambda: f"the result ({type(result).__name__})")
+    except BaseException as error:
+        outcome = "failure", _failure(error)
+    for output in outputs:
+        output.finish()
+    send(*outcome)
+    threading.Event().wait()  # if it left now, those that still talk to it would fail
+
+
+def _prepare(rank: int, world_size: int, job: Job) -> None:
+    """Do what multiprocessing, which sets directory and path, does not; join the group."""
+    os.environ.clear()  # what is here dates from the start of the fork server
+    os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    loopback = {"darwin": "lo0", "win32": "Loopback Pseudo-Interface 1"}.get(sys.platform, "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback  # left alone, gloo may choose an outward interface
+    linecache.cache.update(job.sources)
+    torch.set_num_threads(job.threads)
+    limit = timedelta(seconds=job.timeout + 10)  # beyond the caller's limit, which tells more
+    store = dist.FileStore(job.store, world_size)
+    dist.init_process_group("gloo", None, limit, world_size, rank, store)
+    dist.barrier()
+
+
+def _failure(error: BaseException) -> Failure:
+    """What to tell of an exception: its traceback begins with the user's function."""
+    when, trace = time.monotonic(), error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    name = next(s for s in traceback.format_exception_only(error) if not s.startswith(" "))
+    details = "".join(traceback.format_exception(type(error), error, trace))
+    return Failure(when, name.splitlines()[0], _without_paths_of_cells(details))
+
+
+def _watch(connection: Connection, send: Callable, outputs: tuple, job: Job) -> None:
+    """Say where the main thread stands when the caller asks, and end the rank when it is gone.
+
+    This thread runs unless C code keeps the interpreter's lock for ever. For that there is
+    faulthandler's clock, which needs no lock.
+    """
+    try:
+        while connection.recv():
+            for output in outputs:
+                output.finish()
+            send("stack", _where())
+    except (EOFError, OSError):  # the caller was killed: nobody else is left to clean up
+        shutil.rmtree(os.path.dirname(job.store), ignore_errors=True)
+    finally:
+        os._exit(1)
+
+
+def _where() -> str:
+    """The stack of the main thread, from the user's function on."""
+    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    stack = itertools.dropwhile(lambda f: f.filename != __file__, stack)  # multiprocessing's frames
+    stack = itertools.dropwhile(lambda f: f.filename == __file__, stack)  # and ours
+    return _without_paths_of_cells("".join(traceback.format_list(list(stack))))
+
+
+def _without_paths_of_cells(text: str) -> str:
+    return re.sub(r'"[^"\n]*ipykernel_\d+[\\/]\d+\.py"', '"<cell>"', text)
+
+
+class _Output(io.TextIOBase):
+    """A stdout or stderr that sends whole lines to the caller; every thread has its own line."""
+
+    encoding = "utf-8"
+
+    def __init__(self, kind: str, send: Callable):
+        self.kind, self.send = kind, send
+        self.begun = {}  # thread -> the line that it has begun
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        thread = threading.get_ident()
+        *lines, self.begun[thread] = (self.begun.get(thread, "") + text).split("\n")
+        if lines:
+            self.send(self.kind, lines)
+        return len(text)
+
+    def finish(self) -> None:
+        """Send the lines that were begun and not ended."""
+        lines = [line for thread in list(self.begun) if (line := self.begun.pop(thread))]
+        if lines:
+            self.send(self.kind, lines)
+
+
+def pickled(value: Any, name: Callable[[], str]) -> bytes:
+    """Return ``value`` as bytes, or raise a TypeError that names what it is."""
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(f"{name()} cannot be sent to another process: {error}") from None
