@@ -37,9 +37,10 @@ def ring_allreduce(data: Sequence[torch.Tensor]) -> None:
 
 
 def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str = "sum") -> None:
-    """Reduce in place: afterwards every tensor of ``data`` holds the same bits, reduced over all.
+    """Reduce in place: afterwards every tensor of ``data`` holds the reduction of all of them.
 
-    float16 and bfloat16 travel and are reduced as float32 and are rounded once, at the end.
+    They are equal to the last bit, on all devices and in every run. float16 and bfloat16 travel and
+    are reduced as float32, and are rounded once, at the end.
 
     Args:
         data: one tensor a device, all of one shape and dtype, contiguous or not.

@@ -73,10 +73,7 @@ def walk(
 
 def step_seconds(messages: list[tuple[int, int, int]], alpha: float, beta: float) -> float:
     """Return how long the busiest participant takes for a step's (src, dst, bytes)."""
-    sending, receiving = (
-        defaultdict(float),
-        defaultdict(float),
-    )  # seconds that each participant is busy
+    sending, receiving = defaultdict(float), defaultdict(float)  # seconds of each participant
     for src, dst, size in messages:
         sending[src] += alpha + size * beta
         receiving[dst] += alpha + size * beta

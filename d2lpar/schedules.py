@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Move(NamedTuple):
-    """One message: ``src`` sends ``chunk`` to ``dst``, which reduces it into its own or takes it.
+    """A message: ``src`` sends ``chunk`` to ``dst``, which reduces it into its own or takes it.
 
     ``chunk`` is an int, a ``range`` of adjacent chunks sent as one message, or None for the whole
     tensor. A schedule that names chunks cuts the tensor into 1 + the largest of them.
@@ -53,7 +53,7 @@ def ring(k: int) -> list[list[Move]]:
 
 
 def tree(k: int) -> list[list[Move]]:
-    """Pairs, then pairs of pairs: the sum climbs a binomial tree to participant 0 and comes down.
+    """Pairs, then pairs of pairs: the sum climbs a tree to participant 0 and comes down again.
 
     2·ceil(log2 k) steps, each of whole tensors.
     """

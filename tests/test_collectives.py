@@ -2,6 +2,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,12 +11,13 @@ from d2lpar import (
     allreduce,
     broadcast,
     count_bytes,
+    launch,
     naive_allreduce,
     reduce_scatter,
     ring_allreduce,
 )
 from d2lpar.collectives import OPS
-from d2lpar.schedules import direct, halving_doubling, ring, star, tree
+from d2lpar.schedules import Move, direct, halving_doubling, ring, star, tree
 
 SCHEDULES = (star, ring, tree, direct, halving_doubling)
 KS = (1, 2, 3, 4, 8)
@@ -206,14 +208,17 @@ def test_broadcast_copies_the_bits_of_the_source(k, device):
             assert torch.equal(tensor.view(torch.int16), source.view(torch.int16))
 
 
+def assert_is_a_ring_by_its_bytes(schedule, k):
+    with count_bytes() as ledger:
+        allreduce(make(k, (7 * k,)), schedule)
+    chunk = 7 * 4  # bytes
+    assert ledger.bytes == {(r, (r + 1) % k): 2 * (k - 1) * chunk for r in range(k)}
+    assert set(ledger.messages.values()) == {2 * (k - 1)}
+
+
 @pytest.mark.parametrize("k", range(2, 9))
 def test_the_ring_sends_less_than_two_tensors_from_any_position(k):
-    numel = 7 * k
-    with count_bytes() as ledger:
-        ring_allreduce(make(k, (numel,)))
-    assert {r: ledger.sent(r) for r in range(k)} == dict.fromkeys(range(k), 2 * (k - 1) * 7 * 4)
-    assert set(ledger.bytes) == {(r, (r + 1) % k) for r in range(k)}
-    assert set(ledger.messages.values()) == {2 * (k - 1)}
+    assert_is_a_ring_by_its_bytes(ring, k)
 
 
 @pytest.mark.parametrize("k", range(2, 9))
@@ -225,6 +230,61 @@ def test_reduce_scatter_and_all_gather_send_half_each(k):
     with count_bytes() as ledger:
         all_gather(shards)
     assert ledger.sent(0) == (k - 1) * 7 * 4
+
+
+# Against torch's own collectives, between real processes.
+
+GLOO_DTYPES = (*INTEGERS, *FLOATS)
+GLOO_SHAPES = ((), (1,), (3,), (7, 3), (64,))
+GLOO_OPS = {"sum": "SUM", "mean": "AVG", "max": "MAX", "min": "MIN", "product": "PRODUCT"}
+
+
+def gloo_cases(k):
+    for shape in GLOO_SHAPES:
+        for dtype in GLOO_DTYPES:
+            for op in GLOO_OPS:
+                ordered = not dtype.is_complex or op in ("sum", "mean")
+                if ordered and not (op == "mean" and dtype in INTEGERS):
+                    yield op, make(k, shape, dtype)
+
+
+@pytest.mark.parametrize("k", KS)
+def test_allreduce_equals_gloos_on_every_schedule_dtype_op_and_size(k):
+    def reduce_with_gloo(rank, world_size, cases):
+        results = []
+        for op, data in cases:
+            dist.all_reduce(data[rank], getattr(dist.ReduceOp, GLOO_OPS[op]))
+            results.append(data[rank])
+        return results
+
+    by_rank = launch(reduce_with_gloo, k, list(gloo_cases(k)))
+    for schedule in SCHEDULES:
+        for i, (op, data) in enumerate(gloo_cases(k)):
+            allreduce(data, schedule, op)
+            for rank in range(k):
+                torch.testing.assert_close(data[rank], by_rank[rank][i], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("k", KS)
+def test_the_other_collectives_equal_gloos(k):
+    def with_gloo(rank, world_size, data, src):
+        own = data[rank]
+        shard = torch.empty_like(own[: len(own) // world_size])
+        dist.reduce_scatter_tensor(shard, own.clone())
+        gathered = torch.empty(world_size * len(own), *own.shape[1:], dtype=own.dtype)
+        dist.all_gather_into_tensor(gathered, own)
+        dist.broadcast(own, src)
+        return shard, gathered, own
+
+    for dtype in (torch.float32, torch.int64):
+        data = make(k, (4 * k, 3), dtype)
+        theirs = launch(with_gloo, k, data, k - 1)
+        shards = reduce_scatter([tensor.clone() for tensor in data])
+        gathered = all_gather(data)
+        broadcast(data, src=k - 1)
+        for ours, by_gloo in zip(zip(shards, gathered, data, strict=True), theirs, strict=True):
+            for mine, other in zip(ours, by_gloo, strict=True):
+                assert torch.equal(mine, other)
 
 
 # Mutants that others have published: the assertions above must catch each of them.
@@ -263,13 +323,17 @@ def test_a_wrong_allreduce_is_caught(mutant):
         assert_allreduces(mutant, make(3, (7,)))
 
 
-def test_a_ring_of_whole_tensors_is_caught_by_its_bytes():
+@pytest.mark.parametrize("k", [3, 4, 8])
+def test_a_ring_of_whole_tensors_is_right_but_for_its_bytes(k):
     def whole_tensor_ring(k):
-        return [[m._replace(chunk=None) for m in step[:1]] for step in ring(k)]
+        around = [Move(r, (r + 1) % k, None, True) for r in range(k - 1)]
+        back = [Move(r % k, (r + 1) % k, None, False) for r in range(k - 1, 2 * k - 2)]
+        return [[move] for move in around + back]
 
-    with count_bytes() as ledger:
-        allreduce(make(4, (28,)), whole_tensor_ring)
-    assert sum(ledger.bytes.values()) != 4 * 2 * 3 * 7 * 4 or len(ledger.bytes) != 4
+    assert len(whole_tensor_ring(k)) == len(ring(k))
+    assert_allreduces(partial(allreduce, schedule=whole_tensor_ring), make(k, (7 * k,)))
+    with pytest.raises(AssertionError):
+        assert_is_a_ring_by_its_bytes(whole_tensor_ring, k)
 
 
 # What is refused, and in which words.
