@@ -43,7 +43,7 @@ saved-cells: $(INSTALLED)  ## rewrite the notebooks' "@save" cells from the modu
 	@$(PY) tools/saved_cells.py
 
 bench: $(INSTALLED)  ## measure ours against torch's, and print the ratios
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) $$script; done
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) $$script; done
 
 clean:  ## remove what was built (.venv stays)
 	@rm -rf build .pytest_cache .ruff_cache .hypothesis
