@@ -1,4 +1,5 @@
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
@@ -102,3 +103,9 @@ def test_a_broadcast_is_drawn_too():
 def test_a_k_that_does_not_fit_is_an_error(k):
     with pytest.raises(ValueError, match=f"k = {k}, but only 2 to 8"):
         plot.schedule(ring, k)
+
+
+def test_the_picture_of_the_readme_is_what_the_code_draws():
+    path = Path(__file__).parents[1] / "docs" / "ring.svg"
+    drawn = plot.schedule(ring, 4, title="Ring allreduce on 4 devices")
+    assert path.read_text(encoding="utf-8") == drawn.svg, "save the picture anew"
