@@ -114,4 +114,4 @@ def move(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Tensor:
     ledger = _ledger.get()
     if ledger is not None and src != dst:
         ledger.record(src, dst, tensor.numel() * tensor.element_size())
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device)
