@@ -25,7 +25,8 @@ refresh: $(INSTALLED)  ## the same, and write the outputs back to notebooks/, to
 	@$(PY) tools/run_notebooks.py --refresh $(ONLY)
 
 lab: $(INSTALLED)  ## open the notebooks in JupyterLab
-	@$(PY) -m jupyterlab --LabApp.default_url=/lab/tree/notebooks
+	@$(PY) -m jupyterlab --LabApp.default_url=/lab/tree/notebooks --LabApp.news_url=None \
+	    --LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate
 
 test: lint  ## lint, unit tests, and the checks of notebooks that need no execution
 	@$(PY) -m pytest -q
