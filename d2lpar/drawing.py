@@ -77,7 +77,8 @@ def schedule(schedule: Callable[[int], list[list[Move]]], k: int, title: str = "
     columns = (3 if count == 6 else 4) if k < 6 else (2 if count == 4 else 3)
     panel = _Panel(k, num_chunks(steps), WIDTH / columns)
     panels = [panel.draw("start", [], None, states[0])]
-    alt = [f"{title}: {k} devices, {len(steps)} steps, the tensor in {panel.n} chunks."]
+    chunks = f"{panel.n} chunk{'s' * (panel.n > 1)}"
+    alt = [f"{title}: {k} devices, {len(steps)} steps, the tensor in {chunks}."]
     for i, step in enumerate(steps):
         panels.append(panel.draw(f"step {i + 1}", step, states[i], states[i + 1]))
         whole = sum(held == panel.all for device in states[i + 1] for held in device)
@@ -94,7 +95,8 @@ def schedule(schedule: Callable[[int], list[list[Move]]], k: int, title: str = "
 
 def _in_words(step: list[Move]) -> str:
     verbs = " and ".join(sorted({"added" if m.reduce else "copied" for m in step}))
-    moves = ", ".join(f"{m.src} to {m.dst} {_name(m)}" for m in step)
+    what = ["all" if m.chunk is None else f"chunk {_name(m)}" for m in step]
+    moves = ", ".join(f"{m.src} to {m.dst}: {w}" for m, w in zip(step, what, strict=True))
     return f"{moves if len(step) <= 8 else f'{len(step)} messages'}, {verbs}"
 
 

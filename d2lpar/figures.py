@@ -50,7 +50,7 @@ def three_splits() -> Picture:
     panels = (
         ("1. between layers", _between_layers, "activations, where it is cut"),
         ("2. inside layers", _inside_layers, "activations, at every layer"),
-        ("3. between examples", _between_examples, "gradients, once a step"),
+        ("3. between examples", _between_examples, "each layer's gradient, once a step"),
     )
     body = ""
     for i, (title, draw, sent) in enumerate(panels):

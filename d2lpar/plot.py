@@ -148,8 +148,10 @@ def _draw_bars(axes: Axes, values: Mapping, unit: str | None, colours: int = 1) 
 
 
 def _quantity(value: float, unit: str | None) -> str:
-    """Three digits and a unit: 1.05 MB, 20 ms."""
+    """Three digits and a unit: 1.05 MB, 20 ms, 1200 s."""
     value = float(f"{value:.3g}")
+    if unit == "seconds" and value >= 1000:
+        return f"{value:g} s"
     return EngFormatter({"bytes": "B", "seconds": "s"}[unit])(value) if unit else f"{value:g}"
 
 

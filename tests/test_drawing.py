@@ -81,8 +81,14 @@ def test_chunks_are_labelled_on_the_way():
 def test_the_alternative_text_of_a_schedule_tells_its_steps():
     alt = plot.schedule(ring, 3).alt
     assert alt.startswith("ring(3): 3 devices, 4 steps, the tensor in 3 chunks.")
-    assert "Step 1: 0 to 1 2, 1 to 2 0, 2 to 0 1, added; 0 of 9 sums are whole." in alt
-    assert "Step 2: 0 to 1 1, 1 to 2 2, 2 to 0 0, added; 3 of 9 sums are whole." in alt
+    assert (
+        "Step 1: 0 to 1: chunk 2, 1 to 2: chunk 0, 2 to 0: chunk 1, added; 0 of 9 sums are whole."
+        in alt
+    )
+    assert (
+        "Step 2: 0 to 1: chunk 1, 1 to 2: chunk 2, 2 to 0: chunk 0, added; 3 of 9 sums are whole."
+        in alt
+    )
     assert alt.endswith("copied; 9 of 9 sums are whole.")
     assert "56 messages, added; 8 of 64" in plot.schedule(direct, 8).alt
 

@@ -42,7 +42,7 @@ def test_the_three_splits_send_where_they_cut():
     assert [w for w in words if w.startswith("Sent")] == [
         "Sent: activations, where it is cut",
         "Sent: activations, at every layer",
-        "Sent: gradients, once a step",
+        "Sent: each layer's gradient, once a step",
     ]
     # there and back: at one cut, at three joints, at four layers; and one in the key
     assert arrows(picture, 3) == 2 * 1 + 2 * 3 + 2 * 4 + 1

@@ -118,7 +118,7 @@ def _cut(line: str, path: Path) -> str:
 
 
 def formatted(text: str) -> str:
-    """Return a notebook's JSON with its code formatted by ruff, but for the marks of saved cells."""
+    """Return a notebook's JSON with its code formatted by ruff, the marks of saved cells kept."""
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "notebook.ipynb", "-"]
     ran = subprocess.run(
         command, input=text, capture_output=True, text=True, encoding="utf-8", cwd=ROOT
@@ -135,19 +135,19 @@ def main() -> int:
         nb = read(path)
         try:
             report = rewrite(nb, ROOT / "d2lpar")
+            text = path.read_text(encoding="utf-8") if not report else nbformat.writes(nb) + "\n"
+            neat = formatted(text)
         except ValueError as error:
             print(f"{path.name}, {error}")
             status = 1
             continue
         for line in report:
             print(f"{path.name}, {line}: rewritten")
-        if report:
-            nbformat.write(nb, path)
-            changed = True
-        text = path.read_text(encoding="utf-8")
-        if formatted(text) != text:
-            path.write_text(formatted(text), encoding="utf-8")
+        if neat != text:
             print(f"{path.name}: formatted")
+        if report or neat != text:
+            path.write_text(neat, encoding="utf-8")
+        changed = changed or bool(report)
     print("Run what has changed: make refresh" if changed else "No cell has been rewritten.")
     return status
 
