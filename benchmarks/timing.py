@@ -1,5 +1,6 @@
 """What the benchmarks share: time contenders in turn, and print medians with their spread."""
 
+import random
 import time
 from collections.abc import Callable
 from itertools import cycle
@@ -15,11 +16,13 @@ def time_in_turn(
 ) -> dict[str, list[float]]:
     """Call each contender once a round, in turn, and return its seconds in each round.
 
-    In turn, so that a disturbance of the machine hits all of them alike.
+    In another order each time, so that a disturbance of the machine hits all of them alike.
     """
     seconds = {name: [] for name in contenders}
     for i in range(warm_up + rounds):
-        for name, contender in contenders.items():
+        turns = list(contenders.items())
+        random.shuffle(turns)  # else one might always profit from what another leaves in the caches
+        for name, contender in turns:
             begin = time.perf_counter()
             contender()
             if torch.cuda.is_available():

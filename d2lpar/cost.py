@@ -7,13 +7,10 @@ The closed forms follow Thakur, Rabenseifner and Gropp (2005). Notebook 03 build
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .schedules import Move, direct, halving_doubling, num_chunks, ring, star, tree
-
-Schedule = Callable[[int], list[list[Move]]]
+from .schedules import Move, Schedule, direct, halving_doubling, num_chunks, ring, star, tree
 
 
 @dataclass(frozen=True)
@@ -115,6 +112,8 @@ def closed_form(
     }
     if schedule not in formulas:
         name = getattr(schedule, "__name__", repr(schedule))
+        if name in [known.__name__ for known in formulas]:
+            raise ValueError(f"this {name} is not d2lpar.schedules.{name}, which has a closed form")
         raise ValueError(f"there is no closed form for {name}: use walk, up to about 1,000")
     if k == 1:
         return Cost(0, (0,), (0,), 0, 0.0)
@@ -192,7 +191,7 @@ def _chunk_sizes(nbytes: int, num_chunks: int, itemsize: int) -> list[int]:
 def _check(k: int, nbytes: int, alpha: float, beta: float, itemsize: int) -> None:
     if k < 1 or itemsize < 1:
         raise ValueError(f"k and itemsize must be positive, not {k} and {itemsize}")
-    if nbytes < 0 or alpha < 0 or beta < 0:
+    if not (nbytes >= 0 and alpha >= 0 and beta >= 0):
         raise ValueError(f"nbytes, alpha, beta must not be negative: {nbytes}, {alpha}, {beta}")
     if nbytes % itemsize:
         raise ValueError(f"{nbytes} bytes are no whole number of elements of {itemsize} bytes")

@@ -80,6 +80,8 @@ def read_idx(path: str | Path, sha256: str | None = None) -> torch.Tensor:
     """
     path = Path(path)
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise DataError(path, "this is no file but a pipe or a device")  # opening it may hang
         with path.open("rb") as raw:
             zipped = raw.peek(2)[:2] == b"\x1f\x8b"
             with gzip.open(raw) if zipped else raw as file:
@@ -157,7 +159,7 @@ def _check_sha256(path: Path, tensor: torch.Tensor, sha256: str) -> None:
     )
     digest = hashlib.sha256(header)
     digest.update(tensor.numpy())
-    if digest.hexdigest() != sha256:
+    if digest.hexdigest() != sha256.lower():
         problem = f"the SHA-256 of its decompressed bytes is {digest.hexdigest()}, not {sha256}"
         raise DataError(path, problem)
 
@@ -173,6 +175,8 @@ class Minibatches:
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, batch_size: int, seed: int = 0):
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be a positive int, not {batch_size!r}")
+        if len(images) != len(labels):
+            raise ValueError(f"there are {len(labels)} labels for {len(images)} images")
         self.images, self.labels, self.batch_size = images, labels, batch_size
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -181,7 +185,9 @@ class Minibatches:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         order = torch.randperm(len(self.images), generator=self._generator)
-        for rows in order.to(self.images.device).split(self.batch_size):
+        order = order.to(self.images.device)
+        for start in range(0, len(order), self.batch_size):
+            rows = order[start : start + self.batch_size]
             X = self.images[rows].unsqueeze(1).float().div_(255)  # (batch_size, 1, 28, 28)
             yield X, self.labels[rows].long()
 
@@ -205,7 +211,9 @@ def load_data_fashion_mnist(
         DataError: a file is missing or wrong, or images and labels do not belong together.
         ValueError: batch_size is not a positive int.
     """
-    root = Path(root or os.environ.get("D2LPAR_DATA") or Path(__file__).parents[1] / "data")
+    root = Path(
+        root or os.environ.get("D2LPAR_DATA") or Path(__file__).parents[1] / "data"
+    ).expanduser()
     device = try_gpu() if device is None else torch.device(device)
     splits = [_load_split(root, *split) for split in (_TRAIN, _TEST)]
     return tuple(Minibatches(X.to(device), y.to(device), batch_size, seed) for X, y in splits)

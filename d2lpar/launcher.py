@@ -30,7 +30,7 @@ from typing import Any
 
 import cloudpickle
 
-from .worker import Failure, Job, be_rank, pickled
+from .worker import Failure, Job, be_rank, kill_group, pickled
 
 GRACE = 0.1  # seconds for which others may report too, once one rank has failed
 ANSWER = 1.0  # seconds in which a rank must say where it stands, once the time is up
@@ -57,9 +57,13 @@ def launch(
 
     In every rank the default process group is ready (gloo, this machine only), RANK, WORLD_SIZE and
     LOCAL_RANK are set as torchrun sets them, and the environment, the working directory and
-    ``sys.path`` are the caller's. A rank works on copies: what it changes in its arguments or in
-    global variables stays there, only the result comes back. What it prints is printed by the
-    caller, in whole lines that begin with ``[rank 0]``.
+    ``sys.path`` are the caller's. The random generators of torch and Python are seeded with the
+    rank. A rank works on copies: what it changes in its arguments or in global variables stays
+    there, only the result comes back. Once all have returned, ranks and the processes that they
+    have started are killed: close your files.
+
+    What a rank prints, the caller prints, in whole lines that begin with ``[rank 0]``. What C code
+    or another program writes goes to the terminal as it is.
 
     Args:
         fn: the function, also a closure, a lambda or one defined in a cell.
@@ -77,7 +81,8 @@ def launch(
     _check(fn, world_size, timeout, threads)
     store = os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")
     call = pickled((fn, args), lambda: _culprit(fn, args))
-    job = Job(call, _sources_of_cells(), dict(os.environ), store, timeout, threads)
+    own = get_temp_dir() if multiprocessing.parent_process() is None else None  # or inherited
+    job = Job(call, _sources_of_cells(), dict(os.environ), store, own, timeout, threads)
     ranks = []
     try:
         _start(ranks, world_size, job)
@@ -137,6 +142,19 @@ def _hidden_main() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Keep a fork server that starts now from importing what lies in the current directory."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
+@contextlib.contextmanager
 def _deferred_interrupt() -> Iterator[None]:
     """Let SIGINT wait: it would leave a rank half started, or kill a fork server in its imports."""
     came = []
@@ -162,7 +180,7 @@ def _start(ranks: list, world_size: int, job: Job) -> None:
     context = multiprocessing.get_context("forkserver" if forks else "spawn")
     if forks:
         context.set_forkserver_preload(["torch", "torch.distributed", be_rank.__module__])
-    with _starting, _deferred_interrupt(), _hidden_main():
+    with _starting, _deferred_interrupt(), _hidden_main(), _safe_path():
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             call = (rank, world_size, theirs, job)
@@ -175,7 +193,8 @@ def _start(ranks: list, world_size: int, job: Job) -> None:
 def _gather(ranks: list, timeout: float) -> list:
     """Wait for all results, or raise as soon as one rank has failed or the time is up."""
     waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
-    outcomes = _listen(waiting, ranks, timeout)
+    with _last_resort(ranks, timeout + 3 * ANSWER):
+        outcomes = _listen(waiting, ranks, timeout)
     failures = {r: outcomes[r] for r in sorted(outcomes) if isinstance(outcomes[r], Failure)}
     if failures:
         raise _failed(failures)
@@ -185,7 +204,27 @@ def _gather(ranks: list, timeout: float) -> list:
             with contextlib.suppress(OSError):
                 connection.send("where are you?")
         raise _timed_out(unfinished, outcomes, timeout, _listen(waiting, ranks, ANSWER))
-    return [cloudpickle.loads(outcomes[rank]) for rank in range(len(ranks))]
+    return [_unpickle(outcomes[rank], rank) for rank in range(len(ranks))]
+
+
+def _unpickle(result: bytes, rank: int) -> Any:
+    try:
+        return cloudpickle.loads(result)
+    except Exception as error:
+        problem = f"rank {rank}: its result cannot be read back: {type(error).__name__}: {error}"
+        raise RankError(problem, rank) from error
+
+
+@contextlib.contextmanager
+def _last_resort(ranks: list, seconds: float) -> Iterator[None]:
+    """Kill the ranks after ``seconds``: one that stops in mid-message would block the reader."""
+    timer = threading.Timer(seconds, lambda: [process.kill() for process, _ in ranks])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _listen(waiting: dict[Connection, int], ranks: list, seconds: float) -> dict[int, Any]:
@@ -203,7 +242,9 @@ def _listen(waiting: dict[Connection, int], ranks: list, seconds: float) -> dict
                 kind, content = "failure", _death(ranks[rank][0])
             if kind in ("stdout", "stderr"):
                 stream = getattr(sys, kind)
-                stream.write("".join(f"[rank {rank}] {line}\n" for line in content))  # in one piece
+                text = "".join(f"[rank {rank}] {line}\n" for line in content)
+                encoding = getattr(stream, "encoding", None) or "utf-8"
+                stream.write(text.encode(encoding, "backslashreplace").decode(encoding))  # at once
                 stream.flush()
                 continue
             outcomes[rank] = content
@@ -245,6 +286,7 @@ def _end(ranks: list) -> None:
     """Kill all ranks. They hold nothing worth a polite end: their results and lines are here."""
     for process, _ in ranks:
         if process.is_alive():
+            kill_group(process.pid)  # not yet a group while it starts
             process.kill()
     for process, connection in ranks:
         if process.pid:

@@ -107,14 +107,14 @@ def links(bytes_by_link: Mapping, title: str = "") -> Picture:
     most = {}  # (src, dst) -> bytes, in the panel where it carries most
     for counts in panels.values():
         most |= {link: max(count, most.get(link, 0)) for link, count in counts.items()}
-    devices = sorted({device for link in most for device in link})
+    devices = sorted({device for link in most for device in link}, key=str)  # "host" too
     few = len(most) <= 16
     figure = _figure(75 + 24 * (len(most) if few else 2 * len(devices)))
     row = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
     words = []
     for axes, (name, counts) in zip(row, panels.items(), strict=False):
         if few:
-            order = sorted(most, key=lambda link: (-most[link], link))
+            order = sorted(most, key=lambda link: (-most[link], str(link)))
             values = {f"{src} → {dst}": counts.get((src, dst), 0) for src, dst in order}
         else:
             values = {}

@@ -28,6 +28,9 @@ class Move(NamedTuple):
     reduce: bool
 
 
+Schedule = Callable[[int], list[list[Move]]]
+
+
 def star(k: int) -> list[list[Move]]:
     """Everyone sends the whole tensor to participant 0, which adds up and sends the sum back.
 
@@ -144,7 +147,7 @@ def holdings(steps: list[list[Move]], k: int) -> list[list[list[tuple[int, ...]]
     return states
 
 
-def verify_allreduce(schedule: Callable[[int], list[list[Move]]], k: int) -> None:
+def verify_allreduce(schedule: Schedule, k: int) -> None:
     """Check that ``schedule(k)`` leaves everyone with every contribution exactly once.
 
     Raises:
@@ -153,6 +156,7 @@ def verify_allreduce(schedule: Callable[[int], list[list[Move]]], k: int) -> Non
             hang on which comes first.
     """
     steps = schedule(k)
+    n = num_chunks(steps)
     for participant, held in enumerate(holdings(steps, k)[-1]):
         for chunk, contributions in enumerate(held):
             if contributions != tuple(range(k)):
@@ -161,8 +165,8 @@ def verify_allreduce(schedule: Callable[[int], list[list[Move]]], k: int) -> Non
                     f"chunk {chunk}, not with those of 0 to {k - 1}, each once"
                 )
     for number, step in enumerate(steps, start=1):
-        sent = {(m.src, c) for m in step for c in chunks_of(m, num_chunks(steps))}
-        written = {(m.dst, c) for m in step for c in chunks_of(m, num_chunks(steps))}
+        sent = {(m.src, c) for m in step for c in chunks_of(m, n)}
+        written = {(m.dst, c) for m in step for c in chunks_of(m, n)}
         for participant, chunk in sent & written:
             raise ValueError(
                 f"in step {number} participant {participant} sends chunk {chunk} while it is "

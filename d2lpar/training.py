@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -71,6 +72,8 @@ def train_batch(
         raise ValueError("the batch is empty: its mean gradient is not defined")
     if len(device_params) != len(devices):
         raise ValueError(f"there are {len(device_params)} replicas for {len(devices)} devices")
+    for param in chain(*device_params):
+        param.grad = None  # a call that was interrupted may have left its own
     shards = zip(*split_batch(X, y, devices), device_params, strict=True)
     losses = [loss(lenet(X_shard, params), y_shard).sum() for X_shard, y_shard, params in shards]
     for shard_loss in losses:  # on GPUs these calls return at once, so the devices work in parallel
@@ -144,6 +147,8 @@ def print_progress(history: History) -> None:
 def require_positive(**numbers: float) -> None:
     """Raise ValueError for the first of ``numbers`` that is not positive, naming it."""
     for name, number in numbers.items():
+        if not isinstance(number, int if name.startswith("num_") else (int, float)):
+            raise ValueError(f"{name} must be a number of its kind, not {number!r}")
         if not number > 0:
             raise ValueError(f"{name} must be positive, not {number!r}")
 

@@ -5,11 +5,13 @@ output, the result or the failure, and the question where the rank stands; when 
 is gone, and so is the rank.
 """
 
+import contextlib
 import faulthandler
 import io
 import itertools
 import linecache
 import os
+import random
 import re
 import shutil
 import signal
@@ -34,6 +36,7 @@ class Job(NamedTuple):
     sources: dict  # linecache's entries of code that is in no file: cells
     environment: dict
     store: str  # the file in which the ranks meet
+    rubbish: str | None  # a folder of the caller's own, to be removed if it is killed
     timeout: float
     threads: int
 
@@ -49,6 +52,9 @@ class Failure(NamedTuple):
 def be_rank(rank: int, world_size: int, connection: Connection, job: Job) -> None:
     """What runs in the new process: call the function, report, and stay until ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its ranks
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # a group of processes, which ends as one
+    pid = os.getpid()
     faulthandler.dump_traceback_later(job.timeout + 60, exit=True, file=2)  # see _watch
     lock = threading.RLock()  # a finalizer that prints may run inside send, in the same thread
 
@@ -65,10 +71,19 @@ def be_rank(rank: int, world_size: int, connection: Connection, job: Job) -> Non
         outcome = "result", pickled(result, lambda: f"the result ({type(result).__name__})")
     except BaseException as error:
         outcome = "failure", _failure(error)
+    if os.getpid() != pid:  # the function has forked, and this is the copy: it has nothing to tell
+        os._exit(0)
     for output in outputs:
         output.finish()
     send(*outcome)
     threading.Event().wait()  # if it left now, those that still talk to it would fail
+
+
+def kill_group(pid: int) -> None:
+    """Kill a rank and all processes that it has started."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _prepare(rank: int, world_size: int, job: Job) -> None:
@@ -80,6 +95,8 @@ def _prepare(rank: int, world_size: int, job: Job) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = loopback  # left alone, gloo may choose an outward interface
     linecache.cache.update(job.sources)
     torch.set_num_threads(job.threads)
+    torch.manual_seed(rank)  # copies of one server, they would all draw the same numbers
+    random.seed(rank)
     limit = timedelta(seconds=job.timeout + 10)  # beyond the caller's limit, which tells more
     store = dist.FileStore(job.store, world_size)
     dist.init_process_group("gloo", None, limit, world_size, rank, store)
@@ -108,8 +125,12 @@ def _watch(connection: Connection, send: Callable, outputs: tuple, job: Job) -> 
                 output.finish()
             send("stack", _where())
     except (EOFError, OSError):  # the caller was killed: nobody else is left to clean up
-        shutil.rmtree(os.path.dirname(job.store), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.unlink(job.store)
+        if job.rubbish:
+            shutil.rmtree(job.rubbish, ignore_errors=True)
     finally:
+        kill_group(os.getpid())
         os._exit(1)
 
 
@@ -132,21 +153,24 @@ class _Output(io.TextIOBase):
 
     def __init__(self, kind: str, send: Callable):
         self.kind, self.send = kind, send
-        self.begun = {}  # thread -> the line that it has begun
+        self.begun = {}  # thread -> the parts of the line that it has begun
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        thread = threading.get_ident()
-        *lines, self.begun[thread] = (self.begun.get(thread, "") + text).split("\n")
-        if lines:
+        begun = self.begun.setdefault(threading.get_ident(), [])
+        begun.append(text)
+        if "\n" in text:
+            *lines, rest = "".join(begun).split("\n")
+            begun[:] = [rest]
             self.send(self.kind, lines)
         return len(text)
 
     def finish(self) -> None:
         """Send the lines that were begun and not ended."""
-        lines = [line for thread in list(self.begun) if (line := self.begun.pop(thread))]
+        begun = ["".join(self.begun.pop(thread)) for thread in list(self.begun)]
+        lines = [line for line in begun if line]
         if lines:
             self.send(self.kind, lines)
 

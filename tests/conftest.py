@@ -1,6 +1,6 @@
 """What all tests share: GPU tests are skipped without a GPU, and random tests are repeatable."""
 
-import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,10 +11,17 @@ settings.register_profile(
     "d2lpar",
     deadline=None,
     max_examples=50,
-    derandomize=bool(os.environ.get("CI")),
+    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("d2lpar")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same random numbers in every run of a test."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_collection_modifyitems(items):

@@ -127,7 +127,8 @@ def test_layouts_that_are_not_contiguous(function, device):
         for _ in range(3)
     ]
     assert_allreduces(function, images)
-    mixed = [torch.ones(3, 4), torch.ones(4, 3).T, torch.ones(3, 8)[:, ::2]]
+    a, b, c = make(3, (3, 4))
+    mixed = [a, b.T.contiguous().T, c.repeat_interleave(2, 1)[:, ::2]]
     assert_allreduces(function, mixed)
 
 
@@ -234,8 +235,8 @@ def test_reduce_scatter_and_all_gather_send_half_each(k):
 
 # Against torch's own collectives, between real processes.
 
-GLOO_DTYPES = (*INTEGERS, *FLOATS)
-GLOO_SHAPES = ((), (1,), (3,), (7, 3), (64,))
+GLOO_DTYPES = (*INTEGERS, *FLOATS, torch.complex128)
+GLOO_SHAPES = ((), (0,), (1,), (3,), (7, 3), (64,))
 # In older versions of torch gloo has no AVG: the mean is its sum, divided.
 GLOO_OPS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "product": "PRODUCT"}
 
@@ -368,6 +369,7 @@ REFUSED = [
     ),
     ([BASE[0:8:2], BASE[1:5]], ValueError, "share memory"),
     ([torch.zeros(1).expand(3), torch.zeros(3)], ValueError, r"data\[0\] is an expanded view"),
+    ([torch.arange(20.0).as_strided((2, 3), (4, 2)), torch.zeros(2, 3)], ValueError, r"data\[0\]"),
     ([torch.ones(3), leaf()], ValueError, r"data\[1\] requires gradients, .*no_grad"),
     ([leaf() * 2, torch.ones(3)], ValueError, r"data\[0\] requires gradients"),
 ]

@@ -65,6 +65,9 @@ def test_the_walk_takes_any_schedule_and_the_closed_form_says_that_it_does_not()
     assert cost.walk(backwards, 3, 40).sent == (40, 40, 80)
     with pytest.raises(ValueError, match="no closed form for backwards: use walk"):
         cost.closed_form(backwards, 3, 40)
+    backwards.__name__ = "ring"
+    with pytest.raises(ValueError, match=r"this ring is not d2lpar\.schedules\.ring"):
+        cost.closed_form(backwards, 3, 40)
 
 
 @pytest.mark.parametrize("function", [cost.walk, cost.closed_form])
@@ -76,6 +79,7 @@ def test_the_walk_takes_any_schedule_and_the_closed_form_says_that_it_does_not()
         ({"nbytes": -4}, "not be negative: -4"),
         ({"alpha": -1}, "negative: 40, -1"),
         ({"beta": -1}, "negative"),
+        ({"alpha": float("nan")}, "negative: 40, nan"),
         ({"nbytes": 42}, "42 bytes are no whole number of elements of 4 bytes"),
     ],
 )

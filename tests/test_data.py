@@ -162,6 +162,28 @@ def test_the_loader_refuses_what_is_not_fashion_mnist(tmp_path, monkeypatch, wro
         load_data_fashion_mnist(16)
 
 
+@pytest.mark.parametrize("spoilt", range(4))
+def test_each_of_the_four_files_has_its_checksum(tmp_path, monkeypatch, spoilt):
+    fake_splits(tmp_path)
+    names = [name for split in (data._TRAIN, data._TEST) for name, _ in split]
+    sums = [hashlib.sha256(gzip.decompress((tmp_path / n).read_bytes())).hexdigest() for n in names]
+    files = list(zip(names, sums, strict=True))
+    monkeypatch.setattr(data, "_TRAIN", files[:2])
+    monkeypatch.setattr(data, "_TEST", files[2:])
+    assert len(load_data_fashion_mnist(2, root=tmp_path)) == 2
+    content = bytearray(gzip.decompress((tmp_path / names[spoilt]).read_bytes()))
+    content[-1] ^= 1
+    write(tmp_path, names[spoilt], gzip.compress(content))
+    with pytest.raises(DataError, match=f"{names[spoilt]}: the SHA-256"):
+        load_data_fashion_mnist(2, root=tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "x")
+    refused(tmp_path / "x", "a pipe")
+
+
 def test_root_wins_over_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("D2LPAR_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="nowhere"):
@@ -206,6 +228,19 @@ def test_the_same_seed_gives_the_same_order():
         return [y.tolist() for _ in range(2) for _, y in batches]
 
     assert orders(1) == orders(1) != orders(2)
+
+
+def test_the_loader_passes_its_seed_on():
+    def first(seed):
+        return next(iter(load_data_fashion_mnist(64, seed=seed, device="cpu")[0]))[1].tolist()
+
+    assert first(0) == first(0) != first(1)
+
+
+def test_no_examples_give_no_minibatches_and_lengths_must_agree():
+    assert list(Minibatches(IMAGES[:0], torch.arange(0), 4)) == []
+    with pytest.raises(ValueError, match="3 labels for 2 images"):
+        Minibatches(IMAGES, torch.arange(3), 4)
 
 
 def test_two_passes_at_once_do_not_disturb_each_other():

@@ -760,3 +760,58 @@ def test_cells_in_jupyterlab_and_an_interrupted_one(tmp_path):
         wait_until(lambda: not any(map(alive, processes)), "processes of the kernel are left")
     finally:
         lab.close()
+
+
+def test_ranks_draw_different_numbers_and_the_same_in_every_run():
+    def draw(rank, world_size):
+        return torch.rand(1).item()
+
+    first = launch(draw, 3)
+    assert len(set(first)) == 3
+    assert launch(draw, 3) == first
+
+
+def test_what_a_rank_has_started_ends_with_it():
+    def start_and_fork(rank, world_size):
+        sleeper = subprocess.Popen(["sleep", "300"])
+        return sleeper.pid, os.fork()
+
+    for pids in launch(start_and_fork, 2):
+        for pid in pids:
+            wait_until(lambda pid=pid: not alive(pid), "the end of a rank's child")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="older Pythons know no safe path")
+def test_a_folder_with_files_named_as_modules_does_not_disturb(tmp_path):
+    for name in ("random.py", "queue.py", "d2lpar.py"):
+        (tmp_path / name).write_text("raise RuntimeError('imported by accident')\n")
+    script = tmp_path / "scripts" / "script.py"
+    script.parent.mkdir()
+    script.write_text(
+        "from d2lpar import launch\nprint(launch(lambda rank, world_size: rank, 2))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout == "[0, 1]\n", ran.stderr
+
+
+def test_a_result_that_cannot_be_read_back_names_its_rank():
+    def two_arguments(rank, world_size):
+        class Two(Exception):
+            def __init__(self, a, b):
+                super().__init__(a)
+
+        return Two(1, 2) if rank else None
+
+    with pytest.raises(RankError, match="rank 1: its result cannot be read back: TypeError"):
+        launch(two_arguments, 2)
+
+
+def test_what_the_callers_stdout_cannot_encode_is_escaped():
+    code = "from d2lpar import launch\nlaunch(lambda r, k: print('a \\u2192 b'), 1)"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout == "[rank 0] a \\u2192 b\n", ran.stderr

@@ -104,6 +104,10 @@ def test_links_shows_every_link_with_its_bytes_the_largest_first():
     assert "0 → 1 4 MB" in picture.alt and "2 → 0 1.5 kB" in picture.alt
 
 
+def test_links_shows_what_comes_from_the_host():
+    assert "host → 0 1 kB" in plot.links({("host", 0): 1000, (0, 1): 500}).alt
+
+
 def test_links_compared_show_what_a_link_does_not_carry():
     picture = plot.links({"star": STAR_BYTES, "ring": {(0, 1): 9_000, (1, 2): 9_000}})
     assert {"star", "ring"} <= set(texts(picture))

@@ -202,6 +202,19 @@ def test_rebinding_the_list_instead_of_writing_in_place_is_caught(monkeypatch):
     assert gap_to_one_device(monkeypatch=monkeypatch, ring_allreduce=rebinding) > 1e-4
 
 
+def test_gradients_that_an_interrupted_call_left_behind_do_not_count():
+    def interrupted(data):
+        raise KeyboardInterrupt
+
+    X, y = batch(8)
+    device_params, devices = replicas(2)
+    expected = step_with_autograd_alone(X, y, device_params[0], lr=0.3)
+    with pytest.raises(KeyboardInterrupt):
+        train_batch(X, y, device_params, devices, 0.3, interrupted)
+    train_batch(X, y, device_params, devices, 0.3)
+    assert largest_difference(device_params[0], expected) < 1e-6
+
+
 def test_train_batch_names_what_does_not_fit():
     X, y = batch(4)
     device_params, devices = replicas(2)
@@ -289,6 +302,8 @@ def test_the_given_allreduce_is_the_one_that_is_used(tiny_data):
         ({"num_devices": 0}, "number of devices must be a positive int, not 0"),
         ({"batch_size": 0}, "batch_size must be a positive int, not 0"),
         ({"num_epochs": 0}, "num_epochs must be positive, not 0"),
+        ({"num_epochs": 2.5}, "num_epochs must be a number of its kind, not 2.5"),
+        ({"lr": "0.1"}, "lr must be a number of its kind, not '0.1'"),
         ({"lr": 0}, "lr must be positive, not 0"),
         ({"lr": float("nan")}, "lr must be positive, not nan"),
     ],
