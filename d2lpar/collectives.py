@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from .devices import move
-from .schedules import Schedule, num_chunks, ring, star, tree_broadcast
+from .schedules import Schedule, check_moves, num_chunks, ring, star, tree_broadcast
 
 OPS = ("sum", "mean", "max", "min", "product")
 
@@ -55,6 +55,7 @@ def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str =
     if not callable(schedule):
         raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
     steps = schedule(len(data))
+    check_moves(steps, len(data))
     flats = [_flat(tensor, widen=True) for tensor in data]
     run_schedule(steps, flats, _bounds(flats[0].tensor_split(num_chunks(steps))), op)
     _finish(flats, op)

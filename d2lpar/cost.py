@@ -10,7 +10,17 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .schedules import Move, Schedule, direct, halving_doubling, num_chunks, ring, star, tree
+from .schedules import (
+    Move,
+    Schedule,
+    check_moves,
+    direct,
+    halving_doubling,
+    num_chunks,
+    ring,
+    star,
+    tree,
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ def walk(
     """
     _check(k, nbytes, alpha, beta, itemsize)
     steps = schedule(k)
+    check_moves(steps, k)
     sent, received, seconds = [0] * k, [0] * k, 0.0
     links = defaultdict(int)
     for messages in _messages(steps, nbytes, itemsize):

@@ -124,6 +124,21 @@ def chunks_of(move: Move, n: int) -> range:
     return move.chunk if isinstance(move.chunk, range) else range(move.chunk, move.chunk + 1)
 
 
+def check_moves(steps: list[list[Move]], k: int) -> None:
+    """Check that each move is between two of ``k`` participants and names chunks that can be.
+
+    Raises:
+        ValueError: naming the first move that is not so.
+    """
+    for step in steps:
+        for m in step:
+            if m.src == m.dst or not (0 <= m.src < k and 0 <= m.dst < k):
+                raise ValueError(f"{m} does not send a chunk between two of {k} participants")
+            chunks = chunks_of(m, 1)
+            if not chunks or chunks.start < 0 or chunks.step != 1:
+                raise ValueError(f"{m} names no chunk: a number from 0, a range of them, or None")
+
+
 def holdings(steps: list[list[Move]], k: int) -> list[list[list[tuple[int, ...]]]]:
     """Return what each participant holds at the start and after each step.
 
@@ -131,15 +146,14 @@ def holdings(steps: list[list[Move]], k: int) -> list[list[list[tuple[int, ...]]
     is in that chunk; one that was added twice stands there twice. Step 0 is the start.
 
     Raises:
-        ValueError: a move is not between two of the ``k`` participants.
+        ValueError: see ``check_moves``.
     """
+    check_moves(steps, k)
     n = num_chunks(steps)
     states = [[[(participant,)] * n for participant in range(k)]]
     for step in steps:
         before, after = states[-1], [list(held) for held in states[-1]]
         for m in step:
-            if m.src == m.dst or not {m.src, m.dst} <= set(range(k)) or chunks_of(m, n)[0] < 0:
-                raise ValueError(f"{m} does not send a chunk between two of {k} participants")
             for c in chunks_of(m, n):
                 got = before[m.src][c]
                 after[m.dst][c] = tuple(sorted(after[m.dst][c] + got)) if m.reduce else got

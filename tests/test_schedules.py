@@ -2,7 +2,9 @@ from collections import Counter
 from math import ceil, log2
 
 import pytest
+import torch
 
+from d2lpar import allreduce, cost
 from d2lpar.schedules import (
     Move,
     direct,
@@ -177,11 +179,30 @@ def test_holdings_shows_a_contribution_that_is_added_twice():
 
 
 @pytest.mark.parametrize(
-    "move", [Move(0, 3, 0, True), Move(-1, 0, 0, True), Move(1, 1, 0, True), Move(0, 1, -1, True)]
+    "move",
+    [
+        Move(0, 3, 0, True),
+        Move(-1, 0, 0, True),
+        Move(1, 1, 0, True),
+        Move(0, 1, -1, True),
+        Move(0, 1, range(-1, 1), True),
+        Move(0, 1, range(0, 4, 2), True),
+        Move(0, 1, range(2, 2), True),
+    ],
 )
 def test_a_move_that_cannot_be_is_an_error_that_names_it(move):
-    with pytest.raises(ValueError, match=r"Move\(src=.* two of 3 participants"):
-        holdings([[move, Move(0, 1, 1, True)]], 3)
+    def wrong(k):
+        return [[move, Move(0, 1, 1, True)]]
+
+    words = r"Move\(src=.* two of 3 participants|Move\(src=.* names no chunk"
+    with pytest.raises(ValueError, match=words):
+        holdings(wrong(3), 3)
+    with pytest.raises(ValueError, match=words):
+        cost.walk(wrong, 3, 40)
+    data = [torch.ones(4) for _ in range(3)]
+    with pytest.raises(ValueError, match=words):
+        allreduce(data, wrong)
+    assert all(tensor.tolist() == [1] * 4 for tensor in data)
 
 
 def test_a_chunk_must_not_be_sent_and_overwritten_in_one_step():
