@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 
@@ -50,6 +49,12 @@ def shard_rows(rows: torch.Tensor, devices: list[torch.device]) -> list[torch.Te
     return [move(shard, devices[i], "host", i) for i, shard in enumerate(shards)]
 
 
+def require_replicas(device_params: list[list[torch.Tensor]], devices: list[torch.device]) -> None:
+    """Raise ValueError unless there is one replica for each device."""
+    if len(device_params) != len(devices):
+        raise ValueError(f"there are {len(device_params)} replicas for {len(devices)} devices")
+
+
 def train_batch(
     X: torch.Tensor,
     y: torch.Tensor,
@@ -70,10 +75,10 @@ def train_batch(
     """
     if len(X) == 0:
         raise ValueError("the batch is empty: its mean gradient is not defined")
-    if len(device_params) != len(devices):
-        raise ValueError(f"there are {len(device_params)} replicas for {len(devices)} devices")
-    for param in chain(*device_params):
-        param.grad = None  # a call that was interrupted may have left its own
+    require_replicas(device_params, devices)
+    for params in device_params:
+        for param in params:
+            param.grad = None  # a call that was interrupted may have left its own
     shards = zip(*split_batch(X, y, devices), device_params, strict=True)
     losses = [loss(lenet(X_shard, params), y_shard).sum() for X_shard, y_shard, params in shards]
     for shard_loss in losses:  # on GPUs these calls return at once, so the devices work in parallel
@@ -110,6 +115,7 @@ def accuracy(
 
     Every device works on a shard of each batch: exercise 4 of the book's section.
     """
+    require_replicas(device_params, devices)
     correct, total = [0] * len(devices), 0
     for X, y in test_iter:
         shards = zip(*split_batch(X, y, devices), device_params, strict=True)

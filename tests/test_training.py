@@ -222,6 +222,8 @@ def test_train_batch_names_what_does_not_fit():
         train_batch(X[:0], y[:0], device_params, devices, 0.1)
     with pytest.raises(ValueError, match="2 replicas for 3 devices"):
         train_batch(X, y, device_params, [CPU] * 3, 0.1)
+    with pytest.raises(ValueError, match="2 replicas for 3 devices"):
+        accuracy(device_params, [CPU] * 3, [(X, y)])
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
