@@ -86,7 +86,8 @@ def launch(
     ranks = []
     try:
         _start(ranks, world_size, job)
-        return _gather(ranks, timeout)
+        with _last_resort(ranks, timeout + 3 * ANSWER):
+            return _gather(ranks, timeout)
     finally:
         with _deferred_interrupt(), contextlib.suppress(FileNotFoundError):
             _end(ranks)
@@ -193,8 +194,7 @@ def _start(ranks: list, world_size: int, job: Job) -> None:
 def _gather(ranks: list, timeout: float) -> list:
     """Wait for all results, or raise as soon as one rank has failed or the time is up."""
     waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
-    with _last_resort(ranks, timeout + 3 * ANSWER):
-        outcomes = _listen(waiting, ranks, timeout)
+    outcomes = _listen(waiting, ranks, timeout)
     failures = {r: outcomes[r] for r in sorted(outcomes) if isinstance(outcomes[r], Failure)}
     if failures:
         raise _failed(failures)

@@ -153,8 +153,9 @@ def print_progress(history: History) -> None:
 def require_positive(**numbers: float) -> None:
     """Raise ValueError for the first of ``numbers`` that is not positive, naming it."""
     for name, number in numbers.items():
-        if not isinstance(number, int if name.startswith("num_") else (int, float)):
-            raise ValueError(f"{name} must be a number of its kind, not {number!r}")
+        whole = name.startswith("num_")
+        if not isinstance(number, int if whole else (int, float)):
+            raise ValueError(f"{name} must be a {'whole ' * whole}number, not {number!r}")
         if not number > 0:
             raise ValueError(f"{name} must be positive, not {number!r}")
 
