@@ -1,14 +1,14 @@
-"""A schedule drawn step by step, and the ``Picture`` that every drawing returns.
+"""A schedule step by step, a timeline, and the ``Picture`` that every drawing returns.
 
 A picture is SVG with an alternative text, which a notebook shows as a cell's last expression and
-``save`` writes to a file. The same call gives the same bytes. A schedule is written as SVG
-directly: it is thousands of marks that must sit to the pixel. Colour is never the only sign:
-places, dashes and labels say the same. Only ``plot`` imports this file.
+``save`` writes to a file. The same call gives the same bytes. Both drawings are written as SVG
+directly: they are up to thousands of marks that must sit to the pixel. Colour is never the only
+sign: places, dashes and labels say the same. Only ``plot`` and ``figures`` import this file.
 """
 
 import cmath
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,74 @@ def _add(paths: dict[str, str], style: str, data: str) -> None:
 
 def _at(point: complex) -> str:
     return f"{point.real:.4g} {point.imag:.4g}"
+
+
+def timeline(spans: Sequence[tuple[str, str, float, float]], title: str = "") -> Picture:
+    """Draw each ``(lane, label, start, end)``, in seconds, as a bar over time: a Gantt chart.
+
+    A lane is a row; rows come in the order of their first spans, and the earliest start is 0 ms.
+    Lanes of one kind share a colour: "rank 0: send" and "rank 1: send" are of the kind "send". A
+    label that its bar cannot hold is shown while the mouse is on the bar. Raises ValueError for no
+    spans, and for a span that ends before it starts.
+    """
+    if not spans:
+        raise ValueError("0 spans to draw: pass at least one (lane, label, start, end)")
+    zero = min(start for _, _, start, _ in spans)
+    lanes = {}  # each with its own (label, start, end)
+    for lane, label, start, end in spans:
+        if not -math.inf < start <= end < math.inf:  # nor may they be NaN
+            raise ValueError(f"{label!r} of {lane!r} cannot last from {start} s to {end} s")
+        lanes.setdefault(lane, []).append((label, start - zero, end - zero))
+    total = max(end for *_, end in spans) - zero
+    kinds = list(dict.fromkeys(map(_kind, lanes)))
+    left, top = 26 + 7 * max(map(len, lanes)), 46 if title else 16  # room for names and title
+    width, bottom = max(WIDTH, left + 400), top + 26 * len(lanes)
+    scale = (width - left - 30) / (total or 1)  # pixels in a second
+    body = text(16 + 22j, escape(title), 'font-size="17" font-weight="bold"') if title else ""
+    for tick in _round_numbers(total or 1):
+        x = left + tick * scale
+        body += f'<path d="M{x:.5g} {top}V{bottom + 4}" stroke="{GREY}"/>'
+        body += text(complex(x, bottom + 16), _ms(tick), 'text-anchor="middle"')
+    words = []
+    for i, (lane, own) in enumerate(lanes.items()):
+        y, colour = top + 26 * i + 13, PALETTE[kinds.index(_kind(lane)) % len(PALETTE)]
+        body += text(complex(left - 10, y), escape(lane), 'text-anchor="end"')
+        for label, start, end in own:
+            x, length = left + start * scale, (end - start) * scale
+            body += _bar(x, y, length, colour, label, f"{_ms(start)} to {_ms(end)}")
+        first, last = min(start for _, start, _ in own), max(end for *_, end in own)
+        words.append(f"{lane} has {len(own)} from {_ms(first)} to {_ms(last)}")
+    alt = f"Timeline of {_ms(total)}{title and ': '}{title}. Lanes: {len(lanes)}. "
+    alt += f"Spans: {len(spans)}. {'; '.join(words)}."
+    return picture(body, width, bottom + 34, alt)
+
+
+def _bar(x: float, y: float, length: float, colour: str, label: str, when: str) -> str:
+    """A bar from ``x`` on, never too thin to be seen, with its label if that fits."""
+    length = max(2, length)
+    bar = (
+        f'<rect x="{x:.5g}" y="{y - 10:g}" width="{length:.5g}" height="20" fill="{colour}" '
+        f'stroke="#FFF" stroke-width="0.6"><title>{escape(label)}: {when}</title></rect>'
+    )
+    if length < 10 + 7.5 * len(label):  # pixels that it may take, in the widest of the FONTS
+        return bar
+    style = 'fill="#FFF" font-size="11" font-weight="bold" text-anchor="middle"'
+    return bar + text(complex(x + length / 2, y), escape(label), style)
+
+
+def _kind(lane: str) -> str:
+    return lane.rpartition(": ")[2]
+
+
+def _round_numbers(total: float) -> list[float]:
+    """5 to 11 round numbers from 0 to ``total``."""
+    power = 10.0 ** math.floor(math.log10(total))
+    step = max(m * power for m in (0.2, 0.5, 1, 2) if 4 * m * power <= total)
+    return [i * step for i in range(int(total / step + 1e-6) + 1)]
+
+
+def _ms(seconds: float) -> str:
+    return f"{float(f'{1000 * seconds:.3g}'):g} ms"
 
 
 def text(point: complex, words: object, more: str = "") -> str:

@@ -1,11 +1,11 @@
-"""The book's own figures: a step of data-parallel training, and three ways to split a network.
+"""The book's own figures: a data-parallel step, three ways to split a network, ranks and nodes.
 
-Written as SVG, like ``drawing``; notebooks 01 and 02 show them through ``plot``. A thin line stays
-on a device, a thick arrow is sent from one device to another. The devices' colours stand beside
-their names.
+Written as SVG, like ``drawing``; notebooks 01, 02 and 05 show them through ``plot``. A thin line
+stays on a device, a thick arrow is sent from one device to another. The devices' colours stand
+beside their names.
 """
 
-from .drawing import INK, PALETTE, WIDTH, Picture, picture, text
+from .drawing import GREY, INK, PALETTE, WIDTH, Picture, picture, text
 
 BOLD = 'font-weight="bold"'
 CENTRED = 'text-anchor="middle"'
@@ -70,6 +70,48 @@ def three_splits() -> Picture:
     return picture(body, WIDTH, 284, alt)
 
 
+def ranks_and_nodes() -> Picture:
+    """Draw two machines with three processes each: their ranks, local ranks and GPUs."""
+    body = _bracket(16, 744, 40, "nnodes = 2, world_size = 6")
+    body += _node(16, 0, "CUDA_VISIBLE_DEVICES is not set", [0, 1, 2])
+    body += _node(388, 1, "CUDA_VISIBLE_DEVICES=0,1,3", [0, 1, 3])
+    alt = (
+        "Two machines, node 0 and node 1, each with four GPUs and three processes: nnodes = 2, "
+        "nproc_per_node = 3, world_size = 6. The ranks count all processes: 0, 1, 2 on node 0 and "
+        "3, 4, 5 on node 1. The local ranks count those of one node: 0, 1, 2 on each. Local rank i "
+        'uses the device that it sees as "cuda:i". On node 0 that is GPU i, and GPU 3 is unused. '
+        'On node 1, CUDA_VISIBLE_DEVICES=0,1,3 hides GPU 2, so that "cuda:2" of local rank 2 is '
+        "GPU 3."
+    )
+    return picture(body, WIDTH, 342, alt)
+
+
+def _node(left: float, node: int, environment: str, gpus: list[int]) -> str:
+    """Draw a machine with four GPUs, and a process on each of ``gpus``."""
+    columns = [left + 178 + 85 * (i - 1.5) for i in range(4)]
+    body = _box(complex(left + 178, 192), 356, 268, [], GREY, "#F8F8F8")
+    body += text(complex(left + 11, 80), f"node {node}", BOLD)
+    body += text(complex(left + 345, 80), environment, 'text-anchor="end"')
+    body += _bracket(columns[0] - 39, columns[2] + 39, 124, "nproc_per_node = 3")
+    body += text(complex(columns[3], 172), "processes", CENTRED)
+    for gpu in {0, 1, 2, 3} - set(gpus):
+        body += _box(complex(columns[gpu], 286), 78, 48, [f"GPU {gpu}", "unused"], GREY, GREY)
+    for local_rank, gpu in enumerate(gpus):
+        rank = len(gpus) * node + local_rank
+        process, place = complex(columns[local_rank], 172), complex(columns[gpu], 286)
+        lines = [f"rank {rank}", f"local rank {local_rank}", f"cuda:{local_rank}"]
+        body += _box(process, 78, 68, lines, PALETTE[rank])
+        body += _box(place, 78, 48, [f"GPU {gpu}"], PALETTE[rank])
+        body += _arrow(process + 36j, place - 26j)
+    return body
+
+
+def _bracket(left: float, right: float, y: float, words: str) -> str:
+    """Draw a bracket over what lies between ``left`` and ``right``, and words over that."""
+    path = f'<path d="M{left:g} {y + 7:g}v-7H{right:g}v7" fill="none" stroke="{INK}"/>'
+    return path + text(complex((left + right) / 2, y - 12), words, f"{CENTRED} {BOLD}")
+
+
 def _between_layers() -> list[str]:
     layers = [_layer(i, 126, 100, device=i // 2) for i in range(4)]
     flow = [_flow(0, 126), _arrow(102 + 114j, 116 + 114j, 3), _arrow(116 + 138j, 102 + 138j, 3)]
@@ -108,10 +150,17 @@ def _flow(i: int, y: float) -> str:
     return _arrow(complex(45 + 58 * i, y), complex(57 + 58 * i, y))
 
 
-def _box(middle: complex, width: float, height: float, lines: list[str], colour: str = INK) -> str:
+def _box(
+    middle: complex,
+    width: float,
+    height: float,
+    lines: list[str],
+    colour: str = INK,
+    fill: str = "",
+) -> str:
     """Draw a frame with lines of text, the first one bold; without text it is filled."""
     corner = middle - complex(width, height) / 2
-    fill = "#FFF" if lines else colour
+    fill = fill or ("#FFF" if lines else colour)
     drawn = (
         f'<rect x="{corner.real:g}" y="{corner.imag:g}" width="{width:g}" height="{height:g}" '
         f'rx="6" fill="{fill}" stroke="{colour}" stroke-width="2"/>'

@@ -1,4 +1,4 @@
-"""The live board, curves, bars, bytes per link, images; and ``schedule``, from ``drawing``.
+"""The live board, curves, bars, bytes per link, images; and what ``drawing`` and ``figures`` draw.
 
 Every function returns a ``Picture``: SVG with an alternative text, which a notebook shows as a
 cell's last expression and ``save`` writes to a file. Colour is never the only sign: markers,
@@ -27,8 +27,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
-from .drawing import FONTS, GREY, INK, PALETTE, WIDTH, Picture, picture, schedule, text
-from .figures import data_parallel, three_splits
+from .drawing import FONTS, GREY, INK, PALETTE, WIDTH, Picture, picture, schedule, text, timeline
+from .figures import data_parallel, ranks_and_nodes, three_splits
 
 __all__ = [
     "Board",
@@ -38,8 +38,10 @@ __all__ = [
     "data_parallel",
     "images",
     "links",
+    "ranks_and_nodes",
     "schedule",
     "three_splits",
+    "timeline",
 ]
 
 MARKERS = "os^Dv*PX"

@@ -115,3 +115,127 @@ def test_the_picture_of_the_readme_is_what_the_code_draws():
     path = Path(__file__).parents[1] / "docs" / "ring.svg"
     drawn = plot.schedule(ring, 4, title="Ring allreduce on 4 devices")
     assert path.read_text(encoding="utf-8") == drawn.svg, "save the picture anew"
+
+
+# Timelines
+
+STEP = [
+    ("rank 0: compute", "forward", 10.0, 10.004),
+    ("rank 0: compute", "backward", 10.004, 10.010),
+    ("rank 0: send", "bucket 0", 10.006, 10.0075),
+    ("rank 1: compute", "forward", 10.001, 10.009),
+    ("rank 1: send", "bucket 0", 10.009, 10.009),
+]
+
+
+def bars(picture):
+    """(x, y, width, colour, tooltip) of every bar."""
+    found = []
+    for rect in ET.fromstring(picture.svg).iter(SVG + "rect"):
+        if rect.get("width") != "100%":
+            x, y, width = (float(rect.get(name)) for name in ("x", "y", "width"))
+            found.append((x, y, width, rect.get("fill"), rect.find(SVG + "title").text))
+    return found
+
+
+def places(picture, word):
+    """(x, y) of every text that reads ``word``."""
+    found = ET.fromstring(picture.svg).iter(SVG + "text")
+    return [(float(t.get("x")), float(t.get("y"))) for t in found if t.text == word]
+
+
+def test_bars_stand_where_their_times_are():
+    picture = plot.timeline(STEP)
+    [(zero, _)], [(ten, _)] = places(picture, "0 ms"), places(picture, "10 ms")
+    pixels = (ten - zero) / 10  # in a ms, as the axis says
+    drawn = bars(picture)
+    assert len(drawn) == len(STEP)
+    for (x, _, width, *_), (_, _, start, end) in zip(drawn, STEP, strict=True):
+        assert x == pytest.approx(zero + 1000 * (start - 10) * pixels, abs=0.1)
+        assert width == pytest.approx(max(2, 1000 * (end - start) * pixels), abs=0.1)
+    assert max(x + width for x, _, width, _, _ in drawn) < drawing.WIDTH
+
+
+def test_a_lane_is_a_row_and_a_kind_of_lane_is_a_colour():
+    picture = plot.timeline(STEP)
+    rows = {lane: places(picture, lane) for lane, *_ in STEP}
+    heights = [y for [(_, y)] in rows.values()]
+    assert heights == sorted(heights) and len(set(heights)) == 4
+    drawn = bars(picture)
+    assert [y + 10 + 4 for _, y, *_ in drawn] == [heights[i] for i in (0, 0, 1, 2, 3)]
+    compute, send = drawing.PALETTE[:2]
+    assert [colour for *_, colour, _ in drawn] == [compute, compute, send, compute, send]
+
+
+def test_lanes_come_in_the_order_of_their_first_spans():
+    spans = [("b", "x", 5, 6), ("a", "y", 0, 1), ("b", "z", 0, 2)]
+    assert texts(plot.timeline(spans)) == [f"{s} ms" for s in range(0, 6001, 1000)] + list("bxzay")
+
+
+def test_a_label_stands_in_its_bar_or_only_in_the_tooltip():
+    picture = plot.timeline(STEP)
+    words = texts(picture)
+    assert words.count("forward") == 2 and words.count("backward") == 1
+    assert words.count("bucket 0") == 1  # the other one takes no time
+    (x, y, width, *_) = bars(picture)[1]
+    assert places(picture, "backward") == [(pytest.approx(x + width / 2, abs=0.1), y + 14)]
+    assert [tooltip for *_, tooltip in bars(picture)] == [
+        "forward: 0 ms to 4 ms",
+        "backward: 4 ms to 10 ms",
+        "bucket 0: 6 ms to 7.5 ms",
+        "forward: 1 ms to 9 ms",
+        "bucket 0: 9 ms to 9 ms",
+    ]
+
+
+def test_the_alternative_text_of_a_timeline_tells_its_lanes():
+    assert plot.timeline(STEP, title="One step").alt == (
+        "Timeline of 10 ms: One step. Lanes: 4. Spans: 5. "
+        "rank 0: compute has 2 from 0 ms to 10 ms; rank 0: send has 1 from 6 ms to 7.5 ms; "
+        "rank 1: compute has 1 from 1 ms to 9 ms; rank 1: send has 1 from 9 ms to 9 ms."
+    )
+    assert "One step" in texts(plot.timeline(STEP, title="One step"))
+    assert plot.timeline(STEP).alt.startswith("Timeline of 10 ms. Lanes")
+
+
+@pytest.mark.parametrize("total", [m * 10.0**e for e in range(-7, 4) for m in (1, 1.3, 2, 4, 9.9)])
+def test_the_axis_has_a_few_round_ticks(total):
+    picture = plot.timeline([("a", "b", 3.0, 3.0 + total)])
+    ticks = [float(text[:-3]) for text in texts(picture) if text.endswith(" ms")]
+    assert 5 <= len(ticks) <= 11 and ticks[0] == 0
+    step = ticks[1]
+    assert ticks == [pytest.approx(i * step) for i in range(len(ticks))]
+    assert f"{step:e}"[:8] in ("1.000000", "2.000000", "5.000000")
+    assert 1000 * total - step < ticks[-1] <= 1000 * total * (1 + 1e-6)
+
+
+def test_a_span_without_length_can_be_seen_and_many_lanes_fit():
+    assert [width for _, _, width, *_ in bars(plot.timeline([("a", "b", 1, 1)]))] == [2]
+    many = [(f"rank {i}", "x", i, i + 1) for i in range(40)]
+    picture = plot.timeline(many)
+    height = float(ET.fromstring(picture.svg).get("height"))
+    rows = [y for _, y, *_ in bars(picture)]
+    assert rows == sorted(set(rows)) and rows[-1] + 20 < height
+    assert bars(picture)[8][3] == bars(picture)[0][3] == drawing.PALETTE[0]  # round again
+
+
+def test_a_long_name_of_a_lane_leaves_room_for_bars():
+    picture = plot.timeline([("x" * 120, "b", 0, 1)])
+    [(x, _, width, *_)] = bars(picture)
+    assert x > 120 * 6 and width > 300
+    assert x + width < float(ET.fromstring(picture.svg).get("width"))
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([], "0 spans to draw"),
+        ([("a", "b", 0, 1), ("c", "d", 2, 1)], "'d' of 'c' cannot last from 2 s to 1 s"),
+        ([("a", "b", float("nan"), 1)], "'b' of 'a' cannot last from nan s to 1 s"),
+        ([("a", "b", 0, float("inf"))], "'b' of 'a' cannot last from 0 s to inf s"),
+        ([("a", "b", -float("inf"), 0)], "'b' of 'a' cannot last from -inf s to 0 s"),
+    ],
+)
+def test_a_timeline_that_cannot_be_drawn_is_an_error(spans, message):
+    with pytest.raises(ValueError, match=message):
+        plot.timeline(spans)

@@ -1,9 +1,11 @@
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from d2lpar import plot
-from d2lpar.figures import data_parallel, three_splits
+from d2lpar.drawing import GREY, PALETTE
+from d2lpar.figures import data_parallel, ranks_and_nodes, three_splits
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -51,5 +53,70 @@ def test_the_three_splits_send_where_they_cut():
     )
 
 
-def test_they_are_shown_through_plot():
-    assert plot.data_parallel is data_parallel and plot.three_splits is three_splits
+def boxes(picture):
+    """{(x, y) of the middle: (colour, the lines of text in it)} of the boxes that have text."""
+    root = ET.fromstring(picture.svg)
+    found = {}
+    for rect in root.iter(SVG + "rect"):
+        if rect.get("rx") != "6":
+            continue
+        x, y, w, h = (float(rect.get(name)) for name in ("x", "y", "width", "height"))
+        inside = [
+            element.text
+            for element in root.iter(SVG + "text")
+            if x + w / 2 == float(element.get("x")) and y < float(element.get("y")) < y + h
+        ]
+        if inside and h < 100:  # not a whole node
+            found[x + w / 2, y + h / 2] = rect.get("stroke"), inside
+    return found
+
+
+def test_ranks_count_all_processes_and_local_ranks_those_of_a_node():
+    picture = ranks_and_nodes()
+    words = texts(picture)
+    assert {"node 0", "node 1", "nnodes = 2, world_size = 6"} <= set(words)
+    assert words.count("nproc_per_node = 3") == 2
+    assert "CUDA_VISIBLE_DEVICES is not set" in words and "CUDA_VISIBLE_DEVICES=0,1,3" in words
+    processes = [lines for _, lines in boxes(picture).values() if lines[0].startswith("rank")]
+    assert processes == [
+        [f"rank {rank}", f"local rank {rank % 3}", f"cuda:{rank % 3}"] for rank in range(6)
+    ]
+
+
+def test_every_rank_points_to_its_gpu_in_its_own_colour():
+    picture = ranks_and_nodes()
+    at = boxes(picture)
+    lines = [
+        [float(number) for number in re.findall(r"[\d.]+", path.get("d"))]
+        for path in ET.fromstring(picture.svg).iter(SVG + "path")
+        if re.fullmatch(r"M\S+ \S+L\S+ \S+", path.get("d"))
+    ]
+    tips = [
+        float(re.match(r"M([\d.]+)", path.get("d"))[1])
+        for path in ET.fromstring(picture.svg).iter(SVG + "path")
+        if path.get("d").endswith("z")
+    ]
+    used = []
+    for (start, *_), tip in zip(lines, tips, strict=True):
+        [(process, (rank, *_))] = [box for (x, y), box in at.items() if x == start and y < 200]
+        [(gpu, (name,))] = [box for (x, y), box in at.items() if x == tip and y > 200]
+        assert process == gpu == PALETTE[int(rank[-1])]
+        used.append(name)
+    assert used == ["GPU 0", "GPU 1", "GPU 2", "GPU 0", "GPU 1", "GPU 3"]
+    spare = [lines for colour, lines in at.values() if colour == GREY]
+    assert spare == [["GPU 3", "unused"], ["GPU 2", "unused"]]
+
+
+def test_the_alternative_text_of_ranks_and_nodes_tells_what_is_drawn():
+    alt = ranks_and_nodes().alt
+    assert "nnodes = 2, nproc_per_node = 3, world_size = 6" in alt
+    assert "0, 1, 2 on node 0 and 3, 4, 5 on node 1" in alt
+    assert (
+        'CUDA_VISIBLE_DEVICES=0,1,3 hides GPU 2, so that "cuda:2" of local rank 2 is GPU 3' in alt
+    )
+
+
+@pytest.mark.parametrize("draw", [data_parallel, three_splits, ranks_and_nodes])
+def test_they_are_shown_through_plot_and_keep_their_bytes(draw):
+    assert getattr(plot, draw.__name__) is draw
+    assert draw().svg == draw().svg

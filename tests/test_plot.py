@@ -38,6 +38,7 @@ PICTURES = {
     "links": lambda: plot.links(STAR_BYTES, title="star & co"),
     "curves": lambda: plot.curves({"<a>": ([1, 2], [3, 4]), "b": ([1], [2])}, "x & y", "z"),
     "bars": lambda: plot.bars({"a $x$ <b>": 1, "b $": 2}, x_label="time"),
+    "timeline": lambda: plot.timeline([("<a>", "x & y", 0, 1), ("b", "z", 1, 1)], "a < b"),
     "images": lambda: plot.images(
         torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     ),
