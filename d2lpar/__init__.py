@@ -3,6 +3,8 @@
 The notebooks of this repository build what stands here; each file is one concept.
 """
 
+from . import ranks
+from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .collectives import (
     all_gather,
     allreduce,
@@ -12,9 +14,12 @@ from .collectives import (
     ring_allreduce,
 )
 from .data import DataError, load_data_fashion_mnist, read_idx
+from .ddp import DistributedDataParallel, NaiveDistributedDataParallel
 from .devices import Ledger, choose_devices, count_bytes, move, try_all_gpus, try_gpu
 from .launcher import RankError, launch
 from .network import init_params, lenet, loss, sgd
+from .ranks import MismatchError, PeerError
+from .sampler import DistributedSampler
 from .schedules import Move, direct, halving_doubling, ring, star, tree
 from .training import (
     History,

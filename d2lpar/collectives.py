@@ -56,10 +56,10 @@ def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str =
         raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
     steps = schedule(len(data))
     check_moves(steps, len(data))
-    flats = [_flat(tensor, widen=True) for tensor in data]
-    run_schedule(steps, flats, _bounds(flats[0].tensor_split(num_chunks(steps))), op)
-    _finish(flats, op)
-    _put_back(data, flats)
+    flats = [flatten(tensor, widen=True) for tensor in data]
+    run_schedule(steps, flats, bounds_of(flats[0].tensor_split(num_chunks(steps))), op)
+    divide(flats, op, len(data))
+    put_back(data, flats)
 
 
 def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
@@ -71,11 +71,11 @@ def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.
     """
     _check(data, op)
     k = len(data)
-    flats = [_flat(tensor, widen=True) for tensor in data]
-    bounds = _bounds(torch.atleast_1d(data[0]).tensor_split(k))
+    flats = [flatten(tensor, widen=True) for tensor in data]
+    bounds = bounds_of(torch.atleast_1d(data[0]).tensor_split(k))
     run_schedule(ring(k)[: k - 1], flats, bounds, op)
-    _finish([part_of(flat, r, bounds) for r, flat in enumerate(flats)], op)
-    _put_back(data, flats)
+    divide([part_of(flat, r, bounds) for r, flat in enumerate(flats)], op, k)
+    put_back(data, flats)
     return [torch.atleast_1d(tensor.detach()).tensor_split(k)[r] for r, tensor in enumerate(data)]
 
 
@@ -88,7 +88,7 @@ def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     _check_tensors(shards)
     shards = [torch.atleast_1d(shard.detach()) for shard in shards]
     _check_alike([tuple(shard.shape[1:]) for shard in shards], "rows of shape")
-    bounds = _bounds(shards)
+    bounds = bounds_of(shards)
     flats = [shard.new_empty(bounds[-1]) for shard in shards]
     for r, shard in enumerate(shards):
         part_of(flats[r], r, bounds).copy_(shard.reshape(-1))
@@ -106,9 +106,9 @@ def broadcast(data: Sequence[torch.Tensor], src: int = 0) -> None:
     _check(data)
     if not isinstance(src, int) or not 0 <= src < len(data):
         raise ValueError(f"src is {src!r}, but the positions are 0 to {len(data) - 1}")
-    flats = [_flat(tensor, widen=False) for tensor in data]
+    flats = [flatten(tensor, widen=False) for tensor in data]
     run_schedule(tree_broadcast(len(data), src), flats)
-    _put_back(data, flats)
+    put_back(data, flats)
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def reducer(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return the function that reduces its second tensor into its first."""
     return {
         "sum": torch.Tensor.add_,
-        "mean": torch.Tensor.add_,  # and _finish divides
+        "mean": torch.Tensor.add_,  # and divide divides
         "product": torch.Tensor.mul_,
         "max": lambda mine, message: torch.maximum(mine, message, out=mine),
         "min": lambda mine, message: torch.minimum(mine, message, out=mine),
@@ -147,11 +147,12 @@ def part_of(flat: torch.Tensor, chunk: int | range | None, bounds: Sequence[int]
     return flat[bounds[chunk] : bounds[chunk + 1]]
 
 
-def _bounds(parts: Sequence[torch.Tensor]) -> list[int]:
+def bounds_of(parts: Sequence[torch.Tensor]) -> list[int]:
+    """Return where each part begins in the flat whole, in elements, and where the last one ends."""
     return [0, *accumulate(part.numel() for part in parts)]
 
 
-def _flat(tensor: torch.Tensor, widen: bool) -> torch.Tensor:
+def flatten(tensor: torch.Tensor, widen: bool) -> torch.Tensor:
     """Return the elements in one dimension: a view where the layout allows it, else a copy."""
     flat = tensor.detach().reshape(-1)
     return flat.float() if widen and _is_low_precision(tensor.dtype) else flat
@@ -162,15 +163,15 @@ def _is_low_precision(dtype: torch.dtype) -> bool:
 
 
 @torch.no_grad()
-def _finish(flats: Sequence[torch.Tensor], op: str) -> None:
-    """Divide the sum by the number of devices where the mean was asked for."""
+def divide(flats: Sequence[torch.Tensor], op: str, k: int) -> None:
+    """Divide the sum of ``k`` in place where the mean was asked for."""
     if op == "mean":
         for flat in flats:
-            flat.div_(len(flats))
+            flat.div_(k)
 
 
 @torch.no_grad()
-def _put_back(data: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
+def put_back(data: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
     """Copy the results into those tensors of ``data`` that the flat ones are copies of."""
     for tensor, flat in zip(data, flats, strict=True):
         if flat.data_ptr() != tensor.data_ptr():
@@ -179,16 +180,20 @@ def _put_back(data: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> No
 
 def _check(data: Sequence[torch.Tensor], op: str = "sum") -> None:
     """Refuse what would give a wrong result or lose a tensor, naming positions and both values."""
-    if op not in OPS:
-        raise ValueError(f"op is {op!r}, which is none of {', '.join(OPS)}")
     _check_tensors(data)
     _check_alike([tuple(tensor.shape) for tensor in data], "shape")
-    dtype = data[0].dtype
+    check_op(op, data[0].dtype)
+    _check_memory(data)
+
+
+def check_op(op: str, dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``op`` is known and defined for ``dtype``."""
+    if op not in OPS:
+        raise ValueError(f"op is {op!r}, which is none of {', '.join(OPS)}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"the mean of {dtype} is no {dtype}: take the sum, or convert to float")
     if op in ("max", "min") and dtype.is_complex:
         raise ValueError(f"{op} is not defined for {dtype}: complex numbers have no order")
-    _check_memory(data)
 
 
 def _check_tensors(data: Sequence[torch.Tensor]) -> None:
@@ -197,14 +202,19 @@ def _check_tensors(data: Sequence[torch.Tensor]) -> None:
     if not data:
         raise ValueError("data is empty: it must hold one tensor a device")
     for i, tensor in enumerate(data):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"data[{i}] is a {type(tensor).__name__}, not a tensor")
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"data[{i}] requires gradients, which a collective does not record: pass its "
-                ".grad or its .detach(), or call inside torch.no_grad()"
-            )
+        check_tensor(tensor, f"data[{i}]")
     _check_alike([tensor.dtype for tensor in data], "dtype")
+
+
+def check_tensor(tensor: torch.Tensor, name: str) -> None:
+    """Refuse, by its ``name``, what is no tensor, or wants a gradient through a collective."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires gradients, which a collective does not record: pass its "
+            ".grad or its .detach(), or call inside torch.no_grad()"
+        )
 
 
 def _check_alike(values: Sequence, what: str) -> None:
@@ -221,11 +231,11 @@ def _check_memory(data: Sequence[torch.Tensor]) -> None:
             num_bytes = _reach(tensor) * tensor.element_size()
             spans.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + num_bytes))
     spans.sort()
-    if any(a[0] == b[0] and a[2] > b[1] for a, b in pairwise(spans)) or any(map(_folds, data)):
+    if any(a[0] == b[0] and a[2] > b[1] for a, b in pairwise(spans)) or any(map(is_folded, data)):
         _check_elements(data)
 
 
-def _folds(tensor: torch.Tensor) -> bool:
+def is_folded(tensor: torch.Tensor) -> bool:
     """Tell whether the strides leave room for two elements in one place: an expanded view, say."""
     reach = 0  # of the dimensions with smaller strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -187,9 +187,12 @@ class Minibatches:
         order = torch.randperm(len(self.images), generator=self._generator)
         order = order.to(self.images.device)
         for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
-            X = self.images[rows].unsqueeze(1).float().div_(255)  # (batch_size, 1, 28, 28)
-            yield X, self.labels[rows].long()
+            yield self.take(order[start : start + self.batch_size])
+
+    def take(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the minibatch ``(X, y)`` of the examples with these indices."""
+        X = self.images[rows].unsqueeze(1).float().div_(255)  # (len(rows), 1, 28, 28)
+        return X, self.labels[rows].long()
 
 
 def load_data_fashion_mnist(

@@ -111,7 +111,12 @@ def move(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Tensor:
     Positions are ints, or "host" for the place where a batch comes from. The result is the tensor
     itself, not a copy, where both positions share one memory: read from it, do not write to it.
     """
+    record_message(tensor, src, dst)
+    return tensor.to(device)
+
+
+def record_message(tensor: torch.Tensor, src, dst) -> None:
+    """Write into the ledger, where one is kept, that ``tensor`` goes from ``src`` to ``dst``."""
     ledger = _ledger.get()
     if ledger is not None and src != dst:
         ledger.record(src, dst, tensor.numel() * tensor.element_size())
-    return tensor.to(device)

@@ -30,6 +30,7 @@ from typing import Any
 
 import cloudpickle
 
+from .lanes import SharedMemory
 from .worker import Failure, Job, be_rank, kill_group, pickled
 
 GRACE = 0.1  # seconds for which others may report too, once one rank has failed
@@ -82,16 +83,21 @@ def launch(
     store = os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")
     call = pickled((fn, args), lambda: _culprit(fn, args))
     own = get_temp_dir() if multiprocessing.parent_process() is None else None  # or inherited
-    job = Job(call, _sources_of_cells(), dict(os.environ), store, own, timeout, threads)
+    context = _context()
+    memory = SharedMemory.create(world_size, context)
+    files = (store, memory.path) if memory else (store,)
+    job = Job(call, _sources_of_cells(), dict(os.environ), files, own, timeout, threads)
     ranks = []
     try:
-        _start(ranks, world_size, job)
+        _start(ranks, world_size, job, memory, context)
         with _last_resort(ranks, timeout + 3 * ANSWER):
             return _gather(ranks, timeout)
     finally:
-        with _deferred_interrupt(), contextlib.suppress(FileNotFoundError):
+        with _deferred_interrupt():
             _end(ranks)
-            os.unlink(store)
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file)
 
 
 def _check(fn: Callable, world_size: int, timeout: float, threads: int) -> None:
@@ -175,16 +181,20 @@ def _deferred_interrupt() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _start(ranks: list, world_size: int, job: Job) -> None:
-    """Fill the list of (process, connection), each before it is started: what is in it is ended."""
+def _context() -> multiprocessing.context.BaseContext:
     forks = "forkserver" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if forks else "spawn")
     if forks:
         context.set_forkserver_preload(["torch", "torch.distributed", be_rank.__module__])
+    return context
+
+
+def _start(ranks: list, world_size: int, job: Job, memory: SharedMemory | None, context) -> None:
+    """Fill the list of (process, connection), each before it is started: what is in it is ended."""
     with _starting, _deferred_interrupt(), _hidden_main(), _safe_path():
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            call = (rank, world_size, theirs, job)
+            call = (rank, world_size, theirs, job, memory and memory.part_of(rank))
             process = context.Process(target=be_rank, args=call, daemon=True)
             ranks.append((process, ours))
             with theirs:  # closed here, so that the connection ends when the rank does

@@ -28,6 +28,9 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from . import ranks
+from .lanes import SharedMemory
+
 
 class Job(NamedTuple):
     """What every rank is given."""
@@ -35,7 +38,7 @@ class Job(NamedTuple):
     call: bytes  # the function and its arguments, pickled
     sources: dict  # linecache's entries of code that is in no file: cells
     environment: dict
-    store: str  # the file in which the ranks meet
+    files: tuple  # in which the ranks meet, and their lanes
     rubbish: str | None  # a folder of the caller's own, to be removed if it is killed
     timeout: float
     threads: int
@@ -49,7 +52,9 @@ class Failure(NamedTuple):
     details: str  # the traceback
 
 
-def be_rank(rank: int, world_size: int, connection: Connection, job: Job) -> None:
+def be_rank(
+    rank: int, world_size: int, connection: Connection, job: Job, memory: SharedMemory | None
+) -> None:
     """What runs in the new process: call the function, report, and stay until ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its ranks
     if hasattr(os, "setpgid"):
@@ -65,7 +70,7 @@ def be_rank(rank: int, world_size: int, connection: Connection, job: Job) -> Non
     outputs = sys.stdout, sys.stderr = _Output("stdout", send), _Output("stderr", send)
     threading.Thread(target=_watch, args=(connection, send, outputs, job), daemon=True).start()
     try:
-        _prepare(rank, world_size, job)
+        _prepare(rank, world_size, job, memory)
         fn, args = cloudpickle.loads(job.call)
         result = fn(rank, world_size, *args)
         outcome = "result", pickled(result, lambda: f"the result ({type(result).__name__})")
@@ -86,7 +91,7 @@ def kill_group(pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _prepare(rank: int, world_size: int, job: Job) -> None:
+def _prepare(rank: int, world_size: int, job: Job, memory: SharedMemory | None) -> None:
     """Do what multiprocessing, which sets directory and path, does not; join the group."""
     os.environ.clear()  # what is here dates from the start of the fork server
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
@@ -98,8 +103,11 @@ def _prepare(rank: int, world_size: int, job: Job) -> None:
     torch.manual_seed(rank)  # copies of one server, they would all draw the same numbers
     random.seed(rank)
     limit = timedelta(seconds=job.timeout + 10)  # beyond the caller's limit, which tells more
-    store = dist.FileStore(job.store, world_size)
+    store = dist.FileStore(job.files[0], world_size)
     dist.init_process_group("gloo", None, limit, world_size, rank, store)
+    if memory:
+        memory.open()
+        ranks.use_lanes(memory, 0.9 * job.timeout)  # before the caller's limit, which tells less
     dist.barrier()
 
 
@@ -125,8 +133,9 @@ def _watch(connection: Connection, send: Callable, outputs: tuple, job: Job) -> 
                 output.finish()
             send("stack", _where())
     except (EOFError, OSError):  # the caller was killed: nobody else is left to clean up
-        with contextlib.suppress(OSError):
-            os.unlink(job.store)
+        for file in job.files:
+            with contextlib.suppress(OSError):
+                os.unlink(file)
         if job.rubbish:
             shutil.rmtree(job.rubbish, ignore_errors=True)
     finally:

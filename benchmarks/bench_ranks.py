@@ -1,0 +1,98 @@
+"""Collectives between processes: ours over lanes and over gloo's messages, against torch's.
+
+Every call is timed on every rank, from a common barrier to the moment when the slowest rank is
+done. The bus bandwidth is that of nccl-tests: 2(k - 1)/k of the tensor's bytes a second.
+"""
+
+import math
+from statistics import median
+
+from timing import copy_bandwidth, quartiles
+
+from d2lpar import launch
+from d2lpar.devices import hardware
+
+SIZES = [10**3 * 4**i for i in range(8)] + [64 * 10**6]  # 1 kB to 64 MB
+CHECKED = "dist.all_reduce, DETAIL"  # torch's own check
+# (contender, base): goals for the geometric mean of the ratios over sizes, and for the worst one
+GOALS = {
+    ("lanes", "dist.all_reduce"): (0.25, 1.0),
+    ("messages", "dist.all_reduce"): (1.0, 1.4),
+    ("messages, checked", CHECKED): (1.0, None),
+}
+
+
+def measure(rank: int, world_size: int, sizes: list[int]) -> dict:
+    """Return, for each size and contender, the seconds of each round: the slowest rank's."""
+    import random
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from d2lpar import ranks
+
+    lanes, messages = dist.new_group(), dist.new_group()
+    ranks.use_messages(messages)
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # the groups that are made now check
+    checked = dist.new_group()
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    results = {}
+    for nbytes in sizes:
+        tensor = torch.zeros(nbytes // 4)
+        contenders = {
+            "dist.all_reduce": lambda t=tensor: dist.all_reduce(t),
+            CHECKED: lambda t=tensor: dist.all_reduce(t, group=checked),
+            "lanes": lambda t=tensor: ranks.allreduce(t, group=lanes),
+            "messages": lambda t=tensor: ranks.allreduce(t, group=messages, check=False),
+            "messages, checked": lambda t=tensor: ranks.allreduce(t, group=messages),
+        }
+        rounds = 60 if nbytes < 10**6 else 20 if nbytes < 2 * 10**7 else 8
+        seconds = {name: [] for name in contenders}
+        order = random.Random(0)  # the same on all ranks
+        for i in range(rounds + 3):
+            for name in order.sample(list(contenders), len(contenders)):
+                dist.barrier()
+                ranks.barrier()
+                begin = time.perf_counter()
+                contenders[name]()
+                if i >= 3:
+                    seconds[name].append(time.perf_counter() - begin)
+        times = torch.tensor([list(seconds.values())], dtype=torch.float64)
+        slowest = ranks.all_gather(times).amax(dim=0)
+        results[nbytes] = dict(zip(seconds, slowest.tolist(), strict=True))
+    return results
+
+
+def print_table(world_size: int, results: dict) -> None:
+    """Print medians with the bus bandwidth, and each round's ratios as ``GOALS`` wants them."""
+    for nbytes, seconds in results.items():
+        bus = 2 * (world_size - 1) / world_size * nbytes / 1e9
+        cells = [
+            f"{name} {1e6 * median(times):.0f} us ({bus / median(times):.2f} GB/s)"
+            for name, times in seconds.items()
+        ]
+        print(f"{nbytes:9}  " + "; ".join(cells))
+    for (name, base), (goal, worst_goal) in GOALS.items():
+        print(f"{name} : {base}")
+        middles = []
+        for nbytes, seconds in results.items():
+            pairs = zip(seconds[name], seconds[base], strict=True)
+            low, middle, high = quartiles([a / b for a, b in pairs])
+            middles.append(middle)
+            print(f"  {nbytes:9}  {middle:.2f}  ({low:.2f} to {high:.2f})")
+        mean = math.exp(sum(map(math.log, middles)) / len(middles))
+        worst = f"  goal <= {worst_goal}" if worst_goal else ""
+        print(f"  geometric mean {mean:.2f}  goal <= {goal};  worst {max(middles):.2f}{worst}")
+
+
+def main():
+    bandwidth = copy_bandwidth(64 * 10**6) / 1e9
+    print(f"{hardware()}; copy bandwidth {bandwidth:.1f} GB/s, read and written")
+    for k in (2, 4):
+        print(f"\n{k} ranks, medians and bus bandwidths")
+        print_table(k, launch(measure, k, SIZES, timeout=500)[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Buckets: gradients side by side in one flat tensor, so that many travel as one message.
+
+A message has a cost of its own, however short it is; sixty small ones cost more than one that holds
+the sixty gradients. Notebook 05 builds this file. Source: Li et al., "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training" (VLDB 2020), section 3.2.
+"""
+
+import torch
+from torch import nn
+
+WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class Bucket:
+    """Gradients side by side in one flat tensor, which travels as one message.
+
+    Those of 16 bits lie in it as float32, and are rounded once, when they come out again. The last
+    bucket has room for the *manifest* behind them: for each parameter of all buckets, how many
+    ranks have used it; and the rows of all ranks.
+    """
+
+    def __init__(self, params: list[nn.Parameter], dtype: torch.dtype, device: torch.device):
+        self.params, self.dtype, self.device = params, dtype, device
+        self.filled = [False] * len(params)
+        self.extra = 0  # elements of the manifest
+
+    def allocate(self) -> None:
+        """Make the flat tensor, and a view of it for each parameter."""
+        sizes = [param.numel() for param in self.params]
+        self.flat = torch.zeros(sum(sizes) + self.extra, dtype=self.dtype, device=self.device)
+        *views, self.manifest = self.flat.split([*sizes, self.extra])
+        self.views = [_like(view, param) for view, param in zip(views, self.params, strict=True)]
+
+    def fill(self, i: int, weight: float) -> None:
+        """Put the gradient of the i-th parameter, times ``weight``, into its place: one copy."""
+        grad, view = self.params[i].grad, self.views[i]
+        self.filled[i] = True
+        if grad is None or weight == 0:  # the mean over no rows is not a number
+            view.zero_()
+        elif grad.is_sparse:
+            raise ValueError("sparse gradients cannot be averaged: use Embedding(sparse=False)")
+        elif grad.dtype == view.dtype:
+            torch.mul(grad, weight, out=view)  # in place where the gradient is this view
+        else:
+            view.copy_(grad).mul_(weight)
+
+    def empty(self, i: int) -> None:
+        """Let the i-th parameter have its gradient from the bucket: a view, where dtypes agree."""
+        param, view = self.params[i], self.views[i]
+        param.grad = view if view.dtype == param.dtype else view.to(param.dtype)
+
+
+def _like(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``flat`` with the shape and, where it is dense, the strides of ``param``."""
+    dense = torch.empty_like(param)  # keeps the strides of a channels_last weight
+    return flat.as_strided(param.shape, dense.stride())
+
+
+def fill_buckets(params: list[nn.Parameter], bucket_cap_mb: float) -> list[Bucket]:
+    """Deal ``params`` out to buckets, the last parameters first: backward begins with them."""
+    buckets, open_buckets = [], {}  # by dtype and device: (parameters, bytes)
+    for param in reversed(params):
+        kind = (param.dtype if param.dtype in WIDE else torch.float32, param.device)
+        members, nbytes = open_buckets.pop(kind, ([], 0))
+        size = param.numel() * kind[0].itemsize
+        if members and nbytes + size > bucket_cap_mb * 2**20:
+            buckets.append(Bucket(members, *kind))
+            members, nbytes = [], 0
+        open_buckets[kind] = (members + [param], nbytes + size)
+    buckets += [Bucket(members, *kind) for kind, (members, _) in open_buckets.items()]
+    if buckets:
+        buckets[-1].extra = len(params) + 1
+    for bucket in buckets:
+        bucket.allocate()
+    return buckets

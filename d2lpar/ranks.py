@@ -1,0 +1,345 @@
+"""Collectives between ranks: each rank makes its own moves of a schedule, over a transport.
+
+The functions have the names and the meaning of those in ``collectives``, but a rank passes its own
+tensor instead of a list. Before anything moves, all ranks compare what they are about to do: torch
+does that only under TORCH_DISTRIBUTED_DEBUG=DETAIL, and without it gloo aborts or is silently
+wrong. Notebook 05 builds this file. Source: the fingerprint is that of torch's ProcessGroupWrapper.
+"""
+
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import accumulate
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from .collectives import (
+    bounds_of,
+    check_op,
+    check_tensor,
+    divide,
+    flatten,
+    is_folded,
+    part_of,
+    put_back,
+    reducer,
+)
+from .lanes import CHANNELS, Lanes, SharedMemory
+from .schedules import (
+    Schedule,
+    check_moves,
+    direct,
+    halving_doubling,
+    num_chunks,
+    ring,
+    star,
+    tree_broadcast,
+)
+from .transport import Messages, Receive, Send, Transport, take
+from .transport import PeerError as PeerError  # for users: ranks.PeerError
+
+TIMEOUT = 300.0  # seconds that a call waits for the others, unless it is told
+NOTE = struct.Struct("<qq16s")  # number of the call, rows, digest of the plan
+TEXT_BYTES = 256  # of the plan itself, which is sent only when plans differ
+
+
+class MismatchError(RuntimeError):
+    """The ranks were about to do different things. Nothing was sent, and the group is usable."""
+
+
+class _Member:
+    """What a rank keeps for a group of which it is a member."""
+
+    def __init__(self, transport: Transport, memory: SharedMemory | None = None):
+        self.transport, self.memory = transport, memory
+        self.calls = 0
+        self.timeout = TIMEOUT
+
+
+_members: WeakKeyDictionary[dist.ProcessGroup, _Member] = WeakKeyDictionary()
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    schedule: Schedule | None = None,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    check: bool = True,
+    timeout: float | None = None,
+) -> None:
+    """Reduce in place: afterwards ``tensor`` holds, on every rank, the reduction of all of them.
+
+    Equal to the last bit on all ranks and in every run. float16 and bfloat16 travel and are reduced
+    as float32, and are rounded once, at the end.
+
+    Args:
+        tensor: of the same shape and dtype on every rank, contiguous or not.
+        schedule: a function k -> steps, such as ``ring``; None: ``choose`` does, by size and k.
+        op: "sum", "mean", "max", "min" or "product".
+        group: a process group of which this rank is a member; None: all ranks.
+        check: whether the ranks first compare what they are about to do. Over gloo this costs one
+            exchange of 32 bytes. Without it a mistake may hang, abort or go unseen.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        MismatchError: on every rank, when what they are about to do differs.
+        PeerError: a rank did not call or did not answer in time, or is gone.
+        ValueError: ``op`` is unknown or not defined for the dtype; ``tensor`` requires gradients
+            outside ``no_grad``, or holds one place of memory twice; the process group is missing.
+        TypeError: ``tensor`` is no tensor, or ``schedule`` no function.
+    """
+    name = schedule and getattr(schedule, "__qualname__", repr(schedule))
+    plan = f"allreduce, {op} of {_kind(tensor)}, schedule {name}"
+    member, timeout, _ = _begin(plan, tensor, op, group, check, timeout)
+    transport = member.transport
+    k = len(transport.ranks)
+    flat = flatten(tensor, widen=True).to(transport.device)
+    steps, n = _own_moves(schedule or choose(flat.nbytes, k, transport), k, transport.member)
+    _run(steps, flat, _even_bounds(flat.numel(), n), reducer(op), transport, timeout)
+    divide([flat], op, k)
+    put_back([tensor], [flat])
+
+
+def reduce_scatter(
+    tensor: torch.Tensor,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    check: bool = True,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Reduce in place, and leave each rank its part: return shard r of ``tensor`` on rank r.
+
+    This is the first half of the ring. Shard r is ``tensor.tensor_split(k)[r]``, rows of dimension
+    0, now reduced; the other rows are left with partial results. A tensor without a dimension
+    counts as one row. Arguments and errors are those of ``allreduce``.
+    """
+    plan = f"reduce_scatter, {op} of {_kind(tensor)}"
+    member, timeout, _ = _begin(plan, tensor, op, group, check, timeout)
+    transport = member.transport
+    k, me = len(transport.ranks), transport.member
+    flat = flatten(tensor, widen=True).to(transport.device)
+    bounds = bounds_of(torch.atleast_1d(tensor.detach()).tensor_split(k))
+    steps, _ = _own_moves(ring, k, me)
+    _run(steps[: k - 1], flat, bounds, reducer(op), transport, timeout)
+    divide([part_of(flat, me, bounds)], op, k)
+    put_back([tensor], [flat])
+    return torch.atleast_1d(tensor.detach()).tensor_split(k)[me]
+
+
+def all_gather(
+    shard: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    check: bool = True,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Return all ranks' shards joined along dimension 0: a new tensor.
+
+    This is the second half of the ring. The shards may differ in their number of rows, which the
+    ranks always tell each other; one without a dimension counts as a row. Arguments and errors are
+    those of ``allreduce``.
+    """
+    plan = f"all_gather of rows of {_kind(shard, first=1)}"
+    member, timeout, rows = _begin(plan, shard, "sum", group, check, timeout, tells=True)
+    transport = member.transport
+    k, me = len(transport.ranks), transport.member
+    shard = torch.atleast_1d(shard.detach())
+    bounds = [0, *accumulate(n * shard.shape[1:].numel() for n in rows)]
+    flat = shard.new_empty(bounds[-1], device=transport.device)
+    part_of(flat, me, bounds).copy_(shard.reshape(-1))
+    steps, _ = _own_moves(ring, k, me)
+    _run(steps[k - 1 :], flat, bounds, take, transport, timeout)
+    return flat.reshape(sum(rows), *shard.shape[1:]).to(shard.device)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int = 0,
+    group: dist.ProcessGroup | None = None,
+    check: bool = True,
+    timeout: float | None = None,
+) -> None:
+    """Copy the tensor of rank ``src`` in place into that of every other, down a binomial tree.
+
+    ``src`` is a rank of the world, as in torch. The other arguments and errors are those of
+    ``allreduce``.
+    """
+    plan = f"broadcast from rank {src} of {_kind(tensor)}"
+    member, timeout, _ = _begin(plan, tensor, "sum", group, check, timeout)
+    transport = member.transport
+    if src not in transport.ranks:
+        raise ValueError(f"src is {src!r}, but the group has the ranks {list(transport.ranks)}")
+    k = len(transport.ranks)
+    flat = flatten(tensor, widen=False).to(transport.device)
+    root = transport.ranks.index(src)
+    steps, _ = _own_moves(tree_broadcast, k, transport.member, root)
+    _run(steps, flat, [], take, transport, timeout)
+    put_back([tensor], [flat])
+
+
+def barrier(group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
+    """Return when all ranks of the group have called. Errors are those of ``allreduce``."""
+    member, timeout = _member_of(group, timeout)
+    _agree("barrier", 0, member, timeout)
+
+
+def choose(nbytes: int, k: int, transport: Transport) -> Schedule:
+    """Return the schedule that was the fastest here for ``nbytes`` bytes on ``k`` ranks.
+
+    Few steps win for small messages, where each one costs a wait, and few bytes for large ones. The
+    crossovers were measured (``benchmarks/bench_ranks.py``, two cores) with 2 and 4 ranks.
+    """
+    if isinstance(transport, Lanes):
+        return star if nbytes <= 16 * 2**10 else direct
+    if nbytes <= 64 * 2**10:
+        return star if k <= 4 else halving_doubling
+    return direct if k <= 8 else ring
+
+
+def use_lanes(memory: SharedMemory, timeout: float) -> None:
+    """Let the default group, and the next ones that this rank takes part in, use ``memory``."""
+    group = dist.group.WORLD
+    ranks = dist.get_process_group_ranks(group)
+    _members[group] = _Member(Lanes(dist.get_rank(), ranks, memory, channel=0), memory)
+    _members[group].timeout = timeout
+
+
+def use_messages(group: dist.ProcessGroup | None = None) -> None:
+    """Let ``group`` send torch.distributed's messages where it would have lanes: call on all ranks.
+
+    To compare the two, or to see what happens between machines.
+    """
+    group = group or dist.group.WORLD
+    before = _members.get(group)
+    _members[group] = _Member(Messages(group), before and before.memory)
+
+
+class _Step(NamedTuple):
+    """A member's own moves of one step: (destination, chunk), (source, chunk, reduce)."""
+
+    sends: list[tuple]
+    receives: list[tuple]
+
+
+@lru_cache(maxsize=1024)
+def _own_moves(schedule: Callable, k: int, member: int, *args) -> tuple[list[_Step], int]:
+    """Return the moves of one member, step by step, and into how many chunks the tensor is cut."""
+    if not callable(schedule):
+        raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
+    steps = schedule(k, *args)
+    check_moves(steps, k)
+    own = [
+        _Step(
+            [(m.dst, m.chunk) for m in step if m.src == member],
+            [(m.src, m.chunk, m.reduce) for m in step if m.dst == member],
+        )
+        for step in steps
+    ]
+    return own, num_chunks(steps)
+
+
+@lru_cache(maxsize=1024)
+def _even_bounds(numel: int, n: int) -> list[int]:
+    """Return where ``tensor_split`` cuts ``numel`` elements into ``n``: the first are larger."""
+    each, larger = divmod(numel, n)
+    return [i * each + min(i, larger) for i in range(n + 1)]
+
+
+@torch.no_grad()
+def _run(steps: list, flat: torch.Tensor, bounds: list, reduce_into, transport, timeout) -> None:
+    """Make all the moves of ``steps`` on ``flat``: chunk c is bounds[c] to bounds[c + 1]."""
+    for sends, receives in steps:
+        transport.exchange(
+            [Send(dst, part_of(flat, chunk, bounds)) for dst, chunk in sends],
+            [
+                Receive(src, part_of(flat, chunk, bounds), reduce_into if reduces else take)
+                for src, chunk, reduces in receives
+            ],
+            timeout,
+        )
+
+
+def _begin(plan, tensor, op, group, check, timeout, tells=False) -> tuple[_Member, float, list]:
+    """Compare plans, then look at what all have agreed on: so an error is the same on all ranks."""
+    member, timeout = _member_of(group, timeout)
+    if check or tells:
+        rows = _agree(plan, _rows(tensor), member, timeout)
+    else:
+        rows = []
+        member.calls += 1
+    check_tensor(tensor, "the tensor")
+    check_op(op, tensor.dtype)
+    if not tensor.is_contiguous() and is_folded(tensor):
+        raise ValueError(f"the tensor is an expanded view (strides {tensor.stride()}): clone it")
+    return member, timeout, rows
+
+
+def _agree(plan: str, rows: int, member: _Member, timeout: float) -> list[int]:
+    """Return everyone's rows; raise MismatchError on all ranks unless all have the same plan."""
+    transport = member.transport
+    member.calls += 1
+    notes = transport.tell(NOTE.pack(member.calls, rows, _digest(plan)), timeout)
+    calls, rows, digests = zip(*map(NOTE.unpack, notes), strict=True)
+    if len(set(calls)) > 1 or len(set(digests)) > 1:
+        text = plan.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        plans = [t.rstrip(b"\0").decode(errors="replace") for t in transport.tell(text, timeout)]
+        who = [
+            f"rank {r}, call {n}: {p}"
+            for r, n, p in zip(transport.ranks, calls, plans, strict=True)
+        ]
+        raise MismatchError("the ranks are about to do different things\n" + "\n".join(who))
+    return list(rows)
+
+
+@lru_cache(maxsize=1024)
+def _digest(plan: str) -> bytes:
+    return blake2b(plan.encode(), digest_size=16).digest()
+
+
+def _kind(tensor, first: int = 0) -> str:
+    """Say dtype and shape, without an error for what is no tensor: that comes after the check."""
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[first:])}"
+
+
+def _rows(tensor) -> int:
+    return len(tensor) if isinstance(tensor, torch.Tensor) and tensor.dim() else 1
+
+
+def _member_of(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[_Member, float]:
+    if not dist.is_initialized():
+        raise ValueError("there is no process group: call this inside launch or under torchrun")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is no member of the group")
+    group = group or dist.group.WORLD
+    member = _members.get(group)
+    if member is None:
+        member = _members[group] = _join(group)
+    if timeout is None:
+        timeout = member.timeout
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    return member, timeout
+
+
+def _join(group: dist.ProcessGroup) -> _Member:
+    """Give the group lanes of its own where its members have a channel free, else messages."""
+    world = _members.get(dist.group.WORLD)
+    messages = Messages(group)
+    if world is None or world.memory is None or len(messages.ranks) == 1:
+        return _Member(messages)
+    used = world.memory.used
+    notes = messages.tell(bytes(used), world.timeout)
+    free = [c for c in range(CHANNELS) if not any(note[c] for note in notes)]
+    if free:
+        used[free[0]] = True
+        transport = Lanes(messages.member, messages.ranks, world.memory, free[0])
+    else:
+        transport = messages
+    member = _Member(transport)
+    member.timeout = world.timeout
+    return member

@@ -1,0 +1,263 @@
+"""LeNet on Fashion-MNIST on several processes, which torchrun starts.
+
+    torchrun --nproc_per_node=2 -m d2lpar.train_ddp --epochs 10
+
+Every process is a rank with a replica of its own, and reads its own share of each batch, so that
+together they take the steps that one process would take. A checkpoint is written after each epoch,
+and oftener on request; ``--resume`` goes on from it, in the middle of an epoch too, and ends with
+the weights of a run that was never stopped, bit for bit. Notebook 05 runs this file.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from . import ranks
+from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from .data import load_data_fashion_mnist
+from .ddp import DistributedDataParallel
+from .network import LeNet, loss
+from .sampler import DistributedSampler
+
+HOW = "start it with torchrun: torchrun --nproc_per_node=2 -m d2lpar.train_ddp"
+
+
+class Place(NamedTuple):
+    """Where a process stands among the others."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+
+class Progress(NamedTuple):
+    """How far a run has come: so many epochs, and so many batches of the next one."""
+
+    epoch: int
+    batch: int
+    loss: float  # sum over this rank's examples of the epoch that is under way
+
+
+def place(environment: Mapping[str, str]) -> Place:
+    """Return what torchrun has written into the environment.
+
+    Raises:
+        ValueError: a variable is missing, is no number, or contradicts another one.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    missing = [name for name in (*names, "MASTER_ADDR") if not environment.get(name)]
+    if missing:
+        raise ValueError(f"not set: {', '.join(missing)}; {HOW}")
+    wrong = [f"{n}={environment[n]!r}" for n in names if not environment[n].isdecimal()]
+    if wrong:
+        raise ValueError(f"not a whole number: {', '.join(wrong)}; {HOW}")
+    rank, local_rank, size, local_size, port = (int(environment[name]) for name in names)
+    for smaller, a, larger, b in (
+        ("RANK", rank, "WORLD_SIZE", size),
+        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size),
+        ("LOCAL_WORLD_SIZE", local_size - 1, "WORLD_SIZE", size),
+        ("LOCAL_RANK", local_rank - 1, "RANK", rank),
+        ("MASTER_PORT", port, "65536, the number of ports,", 65536),
+    ):
+        if a >= b:
+            value = environment[smaller]
+            raise ValueError(f"{smaller}={value} does not go with {larger}={b}; {HOW}")
+    return Place(rank, local_rank, size, local_size)
+
+
+def device_of(local_rank: int, local_world_size: int, gpus: str | None) -> torch.device:
+    """Return this process's device: its entry in ``gpus``, such as "0,1,3", else GPU or CPU.
+
+    Raises:
+        ValueError: ``gpus`` is no list of different GPUs that exist, one for each local rank.
+    """
+    count = torch.cuda.device_count()
+    if gpus is None:
+        enough = count >= local_world_size
+        return torch.device("cuda", local_rank) if enough else torch.device("cpu")
+    chosen = gpus.split(",")
+    if not all(gpu.isdecimal() and int(gpu) < count for gpu in chosen):
+        raise ValueError(f"--gpus {gpus}: this machine has {count} GPUs, numbered from 0")
+    if len(set(chosen)) != len(chosen) or len(chosen) != local_world_size:
+        raise ValueError(
+            f"--gpus {gpus}: {local_world_size} processes need as many different GPUs, one each"
+        )
+    return torch.device("cuda", int(chosen[local_rank]))
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="d2lpar.train_ddp", description=HOW)
+    parser.add_argument("--epochs", type=_positive(int), default=10)
+    parser.add_argument("--batch-size", type=_positive(int), default=256, help="of all ranks")
+    parser.add_argument("--lr", type=_positive(float), default=0.2, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and order")
+    parser.add_argument("--examples", type=_positive(int), help="train on the first so many")
+    parser.add_argument("--gpus", help="which ones, for example 0,1,3; one for each local rank")
+    parser.add_argument("--checkpoint", default="lenet.safetensors", help="file to write")
+    parser.add_argument("--every", type=_positive(int), help="also save after so many batches")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--timeout", type=_positive(float), default=300, help="seconds")
+    return parser.parse_args(argv)
+
+
+def _positive(kind):
+    def parse(text):
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not positive")
+        return value
+
+    return parse
+
+
+def train(args: argparse.Namespace, device: torch.device) -> LeNet:
+    """Train in the default process group, as the command line says; return the network.
+
+    Raises:
+        ValueError: the ranks cannot share a batch evenly; or the checkpoint is of another run.
+        CheckpointError: on rank 0, when it cannot be loaded or saved.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if args.batch_size % world_size:
+        near = args.batch_size // world_size * world_size or world_size
+        raise ValueError(
+            f"--batch-size {args.batch_size} cannot be shared by {world_size} ranks: "
+            f"take a multiple, such as {near}"
+        )
+    train_iter, test_iter = load_data_fashion_mnist(args.batch_size, device=device)
+    num_examples = min(args.examples or len(train_iter.images), len(train_iter.images))
+    network = LeNet(generator=torch.Generator().manual_seed(args.seed)).to(device)
+    progress = resume(args, network) if args.resume else Progress(0, 0, 0.0)
+    model = DistributedDataParallel(network, weight="rows")
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    sampler = DistributedSampler(range(num_examples), seed=args.seed)
+    rows, num_batches = args.batch_size // world_size, -(-num_examples // args.batch_size)
+    for epoch in range(progress.epoch, args.epochs):
+        first, total = (progress.batch, progress.loss) if epoch == progress.epoch else (0, 0.0)
+        sampler.set_epoch(epoch)
+        own = torch.tensor(list(sampler), dtype=torch.int64, device=device)
+        begin = time.perf_counter()
+        bar = tqdm(
+            range(first, num_batches),
+            f"epoch {epoch + 1}/{args.epochs}",
+            num_batches,
+            initial=first,
+            disable=rank > 0,
+            leave=False,
+        )
+        for i in bar:
+            X, y = train_iter.take(own[i * rows : (i + 1) * rows])
+            optimizer.zero_grad()
+            losses = loss(model(X), y)
+            losses.mean().backward()
+            optimizer.step()
+            total += losses.detach().sum().item()
+            if args.every and (i + 1) % args.every == 0 and i + 1 < num_batches:
+                save(args, network, Progress(epoch, i + 1, total))
+        seconds = time.perf_counter() - begin
+        save(args, network, Progress(epoch + 1, 0, 0.0))
+        report(epoch, args, network, total / num_examples, test_iter, seconds)
+    return network
+
+
+@torch.no_grad()
+def report(epoch, args, network: LeNet, loss_part: float, test_iter, seconds: float) -> None:
+    """Print a line about an epoch on rank 0: each rank tests its share, every example once."""
+    sampler = DistributedSampler(range(len(test_iter.images)), shuffle=False)
+    correct = 0
+    for rows in torch.tensor(list(sampler), dtype=torch.int64).split(1024):
+        X, y = test_iter.take(rows.to(test_iter.images.device))
+        correct += (network(X).argmax(dim=1) == y).sum().item()
+    sums = torch.tensor([loss_part, correct, len(sampler)], dtype=torch.float64)
+    ranks.allreduce(sums)
+    if dist.get_rank() == 0:
+        mean_loss, correct, total = sums.tolist()
+        print(
+            f"epoch {epoch + 1:2}/{args.epochs}: loss {mean_loss:.3f}, test accuracy "
+            f"{correct / total:.3f} ({correct:.0f} of {total:.0f}), {seconds:.1f} s",
+            flush=True,
+        )
+
+
+def save(args: argparse.Namespace, network: LeNet, progress: Progress) -> None:
+    """Write the checkpoint on rank 0: parameters, and each rank's progress."""
+    losses = ranks.all_gather(torch.tensor([progress.loss], dtype=torch.float64))
+    if dist.get_rank() == 0:
+        info = {**_identity(args), "epoch": progress.epoch, "batch": progress.batch}
+        save_checkpoint(args.checkpoint, {**network.state_dict(), "losses": losses}, info)
+
+
+@torch.no_grad()
+def resume(args: argparse.Namespace, network: LeNet) -> Progress:
+    """Load the checkpoint on rank 0, whose parameters the others get; return the progress.
+
+    Only rank 0 needs the file, so the machines need not share a disk.
+    """
+    news = torch.zeros(3 + dist.get_world_size(), dtype=torch.float64)  # loaded, epoch, batch, loss
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            epoch, batch, losses = _load(args, network)
+            news[:3] = torch.tensor([1, epoch, batch])
+            news[3:] = losses
+        except (CheckpointError, ValueError) as error:
+            problem = error
+    ranks.broadcast(news)
+    if not news[0]:
+        raise problem or CheckpointError("rank 0 could not resume; its own error says why")
+    return Progress(int(news[1]), int(news[2]), news[3 + dist.get_rank()].item())
+
+
+def _load(args: argparse.Namespace, network: LeNet) -> tuple[int, int, torch.Tensor]:
+    tensors, info = load_checkpoint(args.checkpoint)
+    for name, value in _identity(args).items():
+        if info.get(name) != value:
+            raise ValueError(
+                f"{args.checkpoint} is of a run with {name} {info.get(name)}, and this one has "
+                f"{value}: give the same, or leave out --resume"
+            )
+    losses = tensors.pop("losses")
+    network.load_state_dict(tensors)
+    return info["epoch"], info["batch"], losses
+
+
+def _identity(args: argparse.Namespace) -> dict:
+    """Return what must be the same for a run to go on as it was."""
+    own = {name: getattr(args, name) for name in ("batch_size", "lr", "seed", "examples")}
+    return {**own, "world_size": dist.get_world_size()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Join the other processes, train, and leave."""
+    args = arguments(argv)
+    try:
+        here = place(os.environ)
+        device = device_of(here.local_rank, here.local_world_size, args.gpus)
+        folder = Path(args.checkpoint).resolve().parent
+        if not folder.is_dir():
+            raise ValueError(f"--checkpoint {args.checkpoint}: there is no folder {folder.name}")
+    except ValueError as error:
+        sys.exit(f"d2lpar.train_ddp: {error}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+    try:
+        train(args, device)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

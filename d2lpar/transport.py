@@ -1,0 +1,188 @@
+"""How a message travels between ranks: here by torch.distributed's send and receive.
+
+A schedule says *what* moves, a transport *how*; NCCL uses the same word. A transport does two
+things for a rank: ``exchange`` makes all the moves of one step, and ``tell`` gives every other rank
+a short note and returns theirs. ``Messages`` works in every process group, on any number of
+machines; ``lanes`` has another one, for ranks that share a memory. Notebook 05 measures both.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .devices import record_message
+
+PIECE_BYTES = 2**20  # over messages a chunk travels in pieces, and one is reduced as others come
+ALIGNMENT = 64  # bytes: a message may begin at any multiple of it, whatever its dtype
+
+take = torch.Tensor.copy_  # what a receiver does with a message that it does not reduce
+
+
+class PeerError(RuntimeError):
+    """A rank did not do its part in time, or is gone. ``ranks`` are those that were missing."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()):
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class Send(NamedTuple):
+    """``message``, a contiguous tensor, goes to member ``dst``."""
+
+    dst: int
+    message: torch.Tensor
+
+
+class Receive(NamedTuple):
+    """What comes from member ``src`` goes ``into(part, message)``: ``take``, or a reducer."""
+
+    src: int
+    part: torch.Tensor
+    into: Callable
+
+
+class Transport:
+    """What both transports share: who the members are, and how long a wait may last.
+
+    Members of a group are numbered from 0; ``ranks[member]`` is a member's rank in the world, by
+    which errors name it. After a failed wait nobody knows which messages are still under way, so
+    ``broken`` then holds what happened, and every later call says so.
+    """
+
+    device = torch.device("cpu")  # where messages must lie
+
+    def __init__(self, member: int, ranks: Sequence[int]):
+        self.member, self.ranks = member, tuple(ranks)
+        self.others = [i for i in range(len(ranks)) if i != member]
+        self.broken = ""
+
+    def tell(self, note: bytes, timeout: float) -> list[bytes]:
+        """Give ``note`` to all other members; return everyone's, in order: all of one length.
+
+        Nobody returns before all have called, so this is a barrier too.
+
+        Raises:
+            PeerError: naming all who did not call within ``timeout`` seconds, or are gone.
+        """
+        return self._guarded(self._tell, note, time.monotonic() + timeout)
+
+    def exchange(self, sends: list[Send], receives: list[Receive], timeout: float) -> None:
+        """Make the moves of one step; return when the parts are written and the messages sent.
+
+        A message may lie where something is received: it is sent as it was before.
+
+        Raises:
+            PeerError: naming the rank that did not do its part within ``timeout`` seconds.
+        """
+        for dst, message in sends:
+            record_message(message, self.ranks[self.member], self.ranks[dst])
+        self._guarded(self._exchange, sends, receives, time.monotonic() + timeout)
+
+    def _guarded(self, action: Callable, *args):
+        """Do ``action``, unless an earlier one has failed; remember when this one does."""
+        if self.broken:
+            raise PeerError(f"the group is of no more use since an earlier call: {self.broken}")
+        try:
+            return action(*args)
+        except BaseException as error:
+            self.broken = f"{type(error).__name__}: {error}"
+            raise
+
+
+class Messages(Transport):
+    """torch.distributed's point-to-point messages, in any process group.
+
+    The exchanges are grouped (``batch_isend_irecv``), as NCCL wants them. With gloo messages lie in
+    the CPU's memory. The part for NCCL has not been run: that takes several GPUs.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(dist.get_rank(group), dist.get_process_group_ranks(group))
+        self.group = group
+        if dist.get_backend(group) == dist.Backend.NCCL:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.staging = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def _tell(self, note: bytes, deadline: float) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(self.device)
+        theirs = mine.repeat(len(self.ranks), 1)
+        operations = [self._operation(dist.isend, mine, i) for i in self.others]
+        operations += [self._operation(dist.irecv, theirs[i], i) for i in self.others]
+        self._wait(operations, dist.batch_isend_irecv(operations) if operations else [], deadline)
+        return [row.numpy().tobytes() for row in theirs.cpu()]
+
+    def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
+        # A taken message goes straight to its place; one that is reduced needs a place of its own.
+        # Cut in pieces, so that one can be reduced while the next is on its way.
+        operations = [
+            self._operation(dist.isend, piece, dst)
+            for dst, message in sends
+            for piece in pieces_of(message, PIECE_BYTES)
+        ]
+        arrivals, offset = [], 0
+        self._reserve(sum(_aligned(part.nbytes) for _, part, into in receives if into is not take))
+        for src, part, into in receives:
+            landing = part
+            if into is not take:
+                landing = self.staging[offset : offset + part.nbytes].view(part.dtype)
+                offset += _aligned(part.nbytes)
+            for piece, place in zip(
+                pieces_of(landing, PIECE_BYTES), pieces_of(part, PIECE_BYTES), strict=True
+            ):
+                arrivals.append((len(operations), piece, place, into))
+                operations.append(self._operation(dist.irecv, piece, src))
+        if not operations:
+            return
+        works = dist.batch_isend_irecv(operations)
+        if len(works) != len(operations):  # NCCL: one for the whole group
+            self._wait(operations, works, deadline)
+            works = []
+        for i, piece, place, into in arrivals:
+            self._wait(operations[i : i + 1], works[i : i + 1], deadline)
+            if into is not take:
+                into(place, piece)
+        self._wait(operations, works[: arrivals[0][0] if arrivals else None], deadline)
+
+    def _operation(self, kind: Callable, tensor: torch.Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, self.ranks[peer], self.group)
+
+    def _reserve(self, nbytes: int) -> None:
+        """Keep the memory for messages: new pages would cost as much as the reduction."""
+        if nbytes > self.staging.nbytes:
+            self.staging = self.staging.new_empty(nbytes)
+
+    def _wait(self, operations: list, works: list, deadline: float) -> None:
+        """Wait for all ``works``; then name every rank of which one has failed."""
+        missing, reason = [], ""
+        for i, work in enumerate(works):
+            left = max(deadline - time.monotonic(), 0.01)
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                missing.append(operations[i].peer)
+                reason = reason or str(error).splitlines()[0]
+        if missing:
+            names = sorted(set(missing))
+            raise PeerError(
+                f"{name_ranks(names)} did not answer in time, or is gone: {reason}", names
+            )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Say ``rank 3`` or ``ranks 1, 3``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def pieces_of(tensor: torch.Tensor, nbytes: int) -> Sequence[torch.Tensor]:
+    """Cut a flat tensor into pieces of at most ``nbytes``; an empty one gives none."""
+    if tensor.nbytes <= nbytes:
+        return (tensor,) if tensor.numel() else ()
+    return tensor.split(nbytes // tensor.element_size())
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,131 @@
+"""Buckets hold every gradient once, in the order of backward, and give it back."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from d2lpar.buckets import WIDE, fill_buckets
+
+MIB = 2**20
+
+
+def parameters(*shapes, dtype=torch.float32):
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+
+
+def positions(buckets, params):
+    """The parameters' numbers, a list a bucket."""
+    number = {id(param): i for i, param in enumerate(params)}
+    return [[number[id(param)] for param in bucket.params] for bucket in buckets]
+
+
+def test_order_is_reversed_and_caps_are_respected():
+    params = parameters(10, 20, 30, 40)
+    assert positions(fill_buckets(params, 400 / MIB), params) == [[3, 2, 1, 0]]
+    assert positions(fill_buckets(params, 399 / MIB), params) == [[3, 2, 1], [0]]
+    assert positions(fill_buckets(params, 280 / MIB), params) == [[3, 2], [1, 0]]
+    assert positions(fill_buckets(params, 1 / MIB), params) == [[3], [2], [1], [0]]
+
+
+def test_larger_parameter_is_alone():
+    params = parameters(1, 1000, 1)
+    assert positions(fill_buckets(params, 100 / MIB), params) == [[2], [1], [0]]
+
+
+def test_kinds_are_apart_and_16_bits_lie_as_32():
+    types = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.complex64]
+    params = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in types]
+    buckets = fill_buckets(params, 25)
+    kinds = {bucket.dtype: [param.dtype for param in bucket.params] for bucket in buckets}
+    assert kinds == {
+        torch.float32: [torch.float16, torch.bfloat16, torch.float32],
+        torch.float64: [torch.float64],
+        torch.complex64: [torch.complex64],
+    }
+    assert all(bucket.flat.dtype == bucket.dtype for bucket in buckets)
+
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+kinds = st.sampled_from([*WIDE, torch.float16, torch.bfloat16])
+
+
+@given(st.lists(st.tuples(shapes, kinds), min_size=1, max_size=12), st.integers(1, 400))
+def test_every_parameter_lies_in_one_place(described, cap):
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in described]
+    buckets = fill_buckets(params, cap / MIB)
+    numbers = positions(buckets, params)
+    assert sorted(i for members in numbers for i in members) == list(range(len(params)))
+    assert all(members == sorted(members, reverse=True) for members in numbers)
+    assert [b.manifest.numel() for b in buckets] == [0] * (len(buckets) - 1) + [len(params) + 1]
+    for bucket in buckets:
+        nbytes = sum(param.numel() for param in bucket.params) * bucket.dtype.itemsize
+        assert nbytes <= cap or sum(param.numel() > 0 for param in bucket.params) == 1
+        # No two gradients share a place: numbers written into all views are all found again.
+        bucket.flat.fill_(-1)
+        for i, (param, view) in enumerate(zip(bucket.params, bucket.views, strict=True)):
+            assert view.shape == param.shape
+            assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+            view.fill_(i)
+        bucket.manifest.fill_(100)
+        assert (bucket.flat != -1).all()
+        assert all((view == i).all() for i, view in enumerate(bucket.views))
+
+
+def test_no_parameters_no_buckets():
+    assert fill_buckets([], 25) == []
+
+
+@given(shapes, kinds, st.sampled_from([1.0, 0.5, 3.0]))
+def test_what_is_filled_in_comes_out(shape, dtype, weight):
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)), *parameters(2, dtype=dtype)]
+    (bucket,) = fill_buckets(params, 25)
+    grad = torch.randn(shape).to(dtype)
+    params[0].grad = grad.clone()
+    bucket.fill(1, weight)
+    assert bucket.filled == [False, True]
+    bucket.empty(1)
+    assert params[0].grad.dtype == dtype and params[1].grad is None
+    assert torch.equal(params[0].grad, (grad.to(bucket.dtype) * weight).to(dtype))
+    assert (bucket.views[0] == 0).all() and (bucket.manifest == 0).all()
+    if dtype in WIDE and grad.numel():
+        assert params[0].grad.data_ptr() == bucket.views[1].data_ptr()
+        bucket.fill(1, 2)  # in place: the gradient is the view
+        assert torch.equal(params[0].grad, grad * weight * 2)
+
+
+def test_strides_are_the_parameters():
+    weight = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    turned = nn.Parameter(torch.zeros(3, 4).t())
+    expanded = nn.Parameter(torch.zeros(1, 4).expand(3, 4))  # not dense: the bucket's view is
+    (bucket,) = fill_buckets([weight, turned, expanded], 25)
+    assert [view.stride() for view in bucket.views] == [(4, 1), (1, 4), weight.stride()]
+    for param in (weight, turned):
+        param.grad = torch.randn_like(param)
+    for i in range(3):
+        bucket.fill(i, 1)
+    assert torch.equal(bucket.views[2], weight.grad)
+    assert torch.equal(bucket.views[1], turned.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_0_and_no_gradient_write_zeros(dtype):
+    (param,) = parameters(4, dtype=dtype)
+    (bucket,) = fill_buckets([param], 25)
+    bucket.flat.fill_(5)
+    param.grad = torch.full_like(param, float("nan"))
+    bucket.fill(0, 0)
+    assert (bucket.views[0] == 0).all()
+    bucket.flat.fill_(5)
+    param.grad = None
+    bucket.fill(0, 1)
+    assert (bucket.views[0] == 0).all() and (bucket.manifest == 5).all()
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    (bucket,) = fill_buckets([embedding.weight], 25)
+    with pytest.raises(ValueError, match="sparse"):
+        bucket.fill(0, 1)

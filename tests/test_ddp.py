@@ -1,0 +1,913 @@
+"""Replicas that stay equal: what a rank's gradients are, whatever its model and its batches.
+
+A rank's function and what it uses stand inside functions, so that they travel by value.
+"""
+
+import time
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from d2lpar import DistributedDataParallel, NaiveDistributedDataParallel, count_bytes, ranks
+from d2lpar.launcher import launch
+
+LIMIT = 60  # seconds, for what takes less than one
+TINY = 1e-4  # MiB: 104 bytes, so that nearly every parameter has a bucket of its own
+
+
+def _build():
+    def mlp(dtype=torch.float32):
+        return nn.Sequential(
+            nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)
+        ).to(dtype)
+
+    def conv():
+        layers = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2)
+        return nn.Sequential(*layers)
+
+    return mlp, conv
+
+
+def _seeded(model, seed):
+    """What the model of ``seed`` is, whoever makes it."""
+    torch.manual_seed(seed)
+    return model()
+
+
+mlp, conv = _build()
+
+
+def _measures():
+    def state(module):
+        return [tensor.detach().clone() for tensor in module.state_dict().values()]
+
+    def grads(module):
+        return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+    def distance(ours, theirs):
+        """The largest difference; infinite where one is None, or in shape or dtype another."""
+        largest = 0.0
+        for a, b in zip(ours, theirs, strict=True):
+            if a is None or b is None:
+                largest = max(largest, 0.0 if a is b else float("inf"))
+            elif a.shape != b.shape or a.dtype != b.dtype:
+                return float("inf")
+            elif a.numel():
+                largest = max(largest, float((a.double() - b.double()).abs().max().nan_to_num(1e9)))
+        return largest
+
+    def gather(tensors, group=None):
+        """All ranks' copies, by torch's own collective: what is tested is not what tells."""
+        copies = [None] * dist.get_world_size(group)
+        dist.all_gather_object(copies, tensors, group)
+        return copies
+
+    def apart(tensors, group=None):
+        copies = gather(tensors, group)
+        return max(distance(copies[0], other) for other in copies)
+
+    class SGD:
+        """With momentum, as torch's, whose first use imports a compiler: seconds in a rank."""
+
+        def __init__(self, module):
+            self.params, self.velocity = list(module.parameters()), {}
+
+        def zero_grad(self, set_to_none=True):
+            for param in self.params:
+                if param.grad is not None:
+                    param.grad = None if set_to_none else param.grad.zero_()
+
+        @torch.no_grad()
+        def step(self):
+            for i, param in enumerate(self.params):
+                if param.grad is not None:
+                    last = self.velocity.get(i, torch.zeros_like(param))
+                    self.velocity[i] = 0.9 * last + param.grad
+                    param -= 0.1 * self.velocity[i]
+
+    return state, grads, distance, gather, apart, SGD
+
+
+state, grads, distance, gather, apart, SGD = _measures()
+
+
+# The definition: what k ranks do with shards is what one process does with the whole.
+
+
+@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_training_on_shards_is_training_on_the_whole_batch(k, dtype, tolerance):
+    def train(rank, world_size):
+        def run(kind, model, **kwargs):
+            replica = kind(model, **kwargs) if kind else model
+            return replica, SGD(model)
+
+        data = torch.Generator().manual_seed(7)
+        X = torch.randn(5, 4 * world_size, 6, generator=data, dtype=dtype)
+        y = torch.randn(5, 4 * world_size, 1, generator=data, dtype=dtype)
+        results = {}
+        naive, bucketed = NaiveDistributedDataParallel, DistributedDataParallel
+        for name, kind, kwargs in [
+            ("naive", naive, {}),
+            ("25", bucketed, {"bucket_cap_mb": 25}),
+            ("tiny", bucketed, {"bucket_cap_mb": TINY}),
+            ("none", None, {}),
+        ]:
+            torch.manual_seed(100 + rank)
+            model = mlp(dtype)
+            before = apart(state(model))
+            mine = gather(state(model))[0]
+            replica, optimizer = run(kind, model, **kwargs)
+            wrapped = distance(state(model), mine)
+            if kind is None:
+                for tensor, first in zip(model.parameters(), mine, strict=True):
+                    tensor.data.copy_(first)
+            whole = mlp(dtype)
+            for tensor, first in zip(whole.parameters(), mine, strict=True):
+                tensor.data.copy_(first)
+            one = SGD(whole)
+            for step in range(5):
+                shard = slice(4 * rank, 4 * rank + 4)
+                optimizer.zero_grad()
+                nn.functional.mse_loss(replica(X[step, shard]), y[step, shard]).backward()
+                if kind is naive:
+                    replica.average_gradients()
+                optimizer.step()
+                one.zero_grad()
+                nn.functional.mse_loss(whole(X[step]), y[step]).backward()
+                one.step()
+            results[name] = (
+                before,
+                wrapped,
+                distance(state(model), state(whole)),
+                apart(state(model)),
+            )
+        return results
+
+    for results in launch(train, k, timeout=LIMIT):
+        for name, (before, wrapped, from_whole, apart_after) in results.items():
+            assert before > 1e-2, "the ranks began with the same parameters: nothing was tested"
+            if name == "none":
+                assert from_whole > 1e-3 and apart_after > 1e-3, "averaging made no difference"
+            else:
+                assert wrapped == 0, name
+                assert from_whole < tolerance, name
+                assert apart_after == 0, name
+
+
+@pytest.mark.parametrize("kind", [NaiveDistributedDataParallel, DistributedDataParallel])
+def test_parameters_and_buffers_begin_as_rank_0s(kind):
+    def wrap(rank, world_size):
+        torch.manual_seed(rank)
+        model = conv()
+        model.register_buffer("mask", torch.rand(3) < 0.5 if rank else torch.ones(3).bool(), False)
+        model[1].running_mean.fill_(rank)
+        model[1].num_batches_tracked.fill_(rank)
+        model[4].weight.requires_grad_(False)  # frozen ones are shared too
+        first = gather([*state(model), model.mask])[0]
+        before = apart(state(model))
+        kind(model)
+        return before, distance([*state(model), model.mask], first)
+
+    assert all(before > 0.5 and after == 0 for before, after in launch(wrap, 3, timeout=LIMIT))
+
+
+# Torch's own class as the reference.
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_gradients_and_buffers_are_torchs(k):
+    def train(rank, world_size):
+        def batches(n):
+            data = torch.Generator().manual_seed(50 + rank)
+            return [
+                (torch.randn(5, 1, 6, 6, generator=data), torch.randint(2, (5,), generator=data))
+                for _ in range(n)
+            ]
+
+        def run(kind, set_to_none, **kwargs):
+            torch.manual_seed(3)
+            model = conv()
+            replica = kind(model, **kwargs)
+            optimizer = SGD(model)
+            trace = []
+            for X, y in batches(4):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                nn.functional.cross_entropy(replica(X), y).backward()
+                trace += grads(model)
+                optimizer.step()
+            trace += state(model)
+            replica.eval()
+            with torch.no_grad():
+                trace.append(replica(torch.ones(2, 1, 6, 6)))
+            return trace + state(model)
+
+        theirs = run(nn.parallel.DistributedDataParallel, True)
+        return [
+            distance(run(DistributedDataParallel, none, bucket_cap_mb=cap), theirs)
+            for none in (True, False)
+            for cap in (25, TINY)
+        ]
+
+    for distances in launch(train, k, timeout=LIMIT):
+        assert max(distances) <= (0 if k == 2 else 1e-6)
+
+
+# no_sync
+
+
+def test_no_sync_adds_up_micro_batches():
+    def train(rank, world_size):
+        data = torch.Generator().manual_seed(50)
+        X, y = (
+            torch.randn(world_size, 3, 4, 6, generator=data),
+            torch.randn(world_size, 3, 4, 1, generator=data),
+        )
+
+        def run(kind, cap, steps=2):
+            torch.manual_seed(3)
+            model = mlp()
+            replica = kind(model, bucket_cap_mb=cap)
+            inside = []
+            for _ in range(steps):
+                for p in model.parameters():
+                    p.grad = None
+                with replica.no_sync():
+                    for i in range(2):
+                        (nn.functional.mse_loss(replica(X[rank, i]), y[rank, i]) / 3).backward()
+                        inside.append(apart(grads(model)))
+                (nn.functional.mse_loss(replica(X[rank, 2]), y[rank, 2]) / 3).backward()
+            return min(inside), grads(model)
+
+        whole = _seeded(mlp, 3)
+        nn.functional.mse_loss(whole(X.reshape(-1, 6)), y.reshape(-1, 1)).backward()
+        _, theirs = run(nn.parallel.DistributedDataParallel, 25)
+        results = []
+        for cap in (25, TINY):
+            inside, ours = run(DistributedDataParallel, cap)
+            results.append((inside, distance(ours, theirs), distance(ours, grads(whole))))
+        # A forward pass made inside is not averaged, though its backward pass is outside.
+        model = _seeded(mlp, 3)
+        replica = DistributedDataParallel(model)
+        with replica.no_sync():
+            loss = replica(X[rank, 0]).sum()
+        loss.backward()
+        local = apart(grads(model))
+        return results, local
+
+    for results, local in launch(train, 2, timeout=LIMIT):
+        assert local > 1e-3
+        for inside, from_torch, from_whole in results:
+            assert inside > 1e-3, "the gradients inside no_sync were those of all ranks"
+            assert from_torch == 0
+            assert from_whole < 1e-6
+
+
+def test_gradients_that_are_not_zeroed_add_up_as_torchs():
+    def train(rank, world_size):
+        def run(kind):
+            torch.manual_seed(3)
+            model = mlp()
+            replica = kind(model)
+            data = torch.Generator().manual_seed(rank)
+            for _ in range(3):
+                replica(torch.randn(4, 6, generator=data)).square().mean().backward()
+            return grads(model)
+
+        return distance(run(DistributedDataParallel), run(nn.parallel.DistributedDataParallel))
+
+    assert max(launch(train, 2, timeout=LIMIT)) < 1e-6
+
+
+# join
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_join_with_uneven_numbers_of_batches_is_torchs(k):
+    def train(rank, world_size):
+        def run(kind, divide, count):
+            torch.manual_seed(3)
+            model = conv()
+            replica = kind(model)
+            optimizer = SGD(model)
+            data = torch.Generator().manual_seed(50 + rank)
+            with replica.join(divide_by_initial_world_size=divide):
+                for _ in range(count):
+                    X = torch.randn(5, 1, 6, 6, generator=data)
+                    optimizer.zero_grad()
+                    replica(X).square().mean().backward()
+                    optimizer.step()
+            return [p.detach() for p in model.parameters()], list(model.buffers())
+
+        results = []
+        for count in (2 + rank, 1 + world_size - rank):  # the last rank has most, or the first
+            both = []
+            for divide in (True, False):
+                ours, buffers = run(DistributedDataParallel, divide, count)
+                theirs, _ = run(nn.parallel.DistributedDataParallel, divide, count)
+                both.append(ours)
+                results.append((apart([*ours, *buffers]), distance(ours, theirs), int(buffers[-1])))
+            results.append(distance(*both))
+        return results
+
+    # The buffers are not compared with torch's: those are of the highest rank that still has
+    # batches, ours of the lowest.
+    for results in launch(train, k, timeout=LIMIT):
+        for i in (0, 3):
+            for from_others, from_torch, batches in results[i : i + 2]:
+                assert from_others == 0
+                assert from_torch < 1e-6
+                assert batches == k + 1
+            assert results[i + 2] > 1e-4, "divide_by_initial_world_size made no difference"
+
+
+def test_join_may_come_again_and_be_followed_by_plain_steps():
+    def train(rank, world_size):
+        model = conv()
+        replica = DistributedDataParallel(model)
+        replica.allreduce = partial(ranks.allreduce, timeout=2)
+        optimizer = SGD(model)
+
+        def step():
+            optimizer.zero_grad()
+            replica(torch.randn(5, 1, 6, 6)).square().mean().backward()
+            optimizer.step()
+
+        differ = []
+        for count in (1 + rank, 0 if rank else 2, 2):
+            with replica.join():
+                for _ in range(count):
+                    step()
+            differ.append(apart(state(model)))
+        step()
+        return differ, apart(grads(model))  # the momentum of a rank that left early is another
+
+    assert launch(train, 2, timeout=15) == [([0, 0, 0], 0)] * 2
+
+
+def test_join_with_rows_and_no_sync():
+    def train(rank, world_size):
+        torch.manual_seed(3)
+        model = mlp()
+        replica = DistributedDataParallel(model, weight="rows", bucket_cap_mb=TINY)
+        optimizer = SGD(model)
+        whole = _seeded(mlp, 3)
+        one = SGD(whole)
+        data = torch.Generator().manual_seed(9)
+        X = torch.randn(3, 2, 4, 6, generator=data)  # step, rank, row
+        with replica.join():
+            for step in range(3 if rank else 1):
+                optimizer.zero_grad()
+                with replica.no_sync():
+                    replica(X[step, rank, :3]).square().mean().backward()
+                model.zero_grad()
+                replica._rows = 0  # what no_sync has added up was dropped
+                replica(X[step, rank, : 2 + rank]).square().mean().backward()
+                optimizer.step()
+        for step in range(3):
+            one.zero_grad()
+            rows = [X[step, 1, :3]] if step else [X[0, 0, :2], X[0, 1, :3]]
+            whole(torch.cat(rows)).square().mean().backward()
+            one.step()
+        return apart(state(model)), distance(state(model), state(whole))
+
+    assert all(a == 0 and b < 1e-6 for a, b in launch(train, 2, timeout=LIMIT))
+
+
+# weight="rows"
+
+
+def test_rows_make_the_mean_over_all_rows():
+    def train(rank, world_size):
+        rows = [5, 1, 0][rank]
+        data = torch.Generator().manual_seed(50)
+        X, y = torch.randn(6, 6, generator=data), torch.randn(6, 1, generator=data)
+        begin = [0, 5, 6][rank]
+        whole = _seeded(mlp, 3)
+        nn.functional.mse_loss(whole(X), y).backward()
+        results = {}
+        for weight in ("rows", "equal"):
+            for cap in (25, TINY):
+                model = _seeded(mlp, 3)
+                replica = DistributedDataParallel(model, bucket_cap_mb=cap, weight=weight)
+                for _ in range(2):  # the rows of the first step are not counted in the second
+                    model.zero_grad()
+                    out = replica(X[begin : begin + rows])
+                    nn.functional.mse_loss(out, y[begin : begin + rows]).backward()
+                results[weight, cap] = distance(grads(model), grads(whole))
+        # Rows of two forward passes add up: by no_sync, and by one backward pass for both.
+        first = [2, 1, 1][rank]
+        parts = X[:first], X[: first + 1]
+        expected = _seeded(mlp, 3)
+        total = sum(2 * n + 1 for n in (2, 1, 1))
+        for n in (2, 1, 1):
+            loss = expected(X[:n]).square().mean() + expected(X[: n + 1]).square().mean()
+            (loss * (2 * n + 1) / total).backward()
+        for way in ("no_sync", "one backward"):
+            model = _seeded(mlp, 3)
+            replica = DistributedDataParallel(model, weight="rows")
+            if way == "no_sync":
+                with replica.no_sync():
+                    replica(parts[0]).square().mean().backward()
+                replica(parts[1]).square().mean().backward()
+            else:
+                sum(replica(part).square().mean() for part in parts).backward()
+            results[way] = distance(grads(model), grads(expected))
+        return results
+
+    for results in launch(train, 3, timeout=LIMIT):
+        for key, value in results.items():
+            if "equal" in key:
+                assert value > 1e-3, key
+            else:
+                assert value < 1e-6, key
+
+
+# Parameters that are not used in the plain way.
+
+
+def _odd_models():
+    class Branches(nn.Module):
+        """Branch a on rank 0 and b on the others; c nowhere, and d from step 1 on."""
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(3, 3) for _ in range(4))
+            self.frozen = nn.Linear(3, 3).requires_grad_(False)
+            self.tied = nn.Linear(3, 3, bias=False)
+            self.tied_too = nn.Linear(3, 3, bias=False)
+            self.tied_too.weight = self.tied.weight
+
+        def forward(self, X, rank, step):
+            X = self.tied_too(self.tied(self.frozen(X)).tanh())
+            X = self.a(X) if rank == 0 else self.b(X)
+            return self.d(X) if step == 1 else X
+
+    return Branches
+
+
+Branches = _odd_models()
+
+
+def test_unused_frozen_tied_and_late_parameters_are_torchs():
+    def train(rank, world_size):
+        def run(kind, set_to_none, **kwargs):
+            model = _seeded(Branches, 3)
+            replica = kind(model, **kwargs)
+            optimizer = SGD(model)
+            data = torch.Generator().manual_seed(50 + rank)
+            trace, nones = [], []
+            for step in range(4):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                replica(torch.randn(4, 3, generator=data), rank, step).square().mean().backward()
+                optimizer.step()
+                trace += grads(model)
+                nones.append([name for name, p in model.named_parameters() if p.grad is None])
+            return trace + state(model), nones
+
+        torchs = nn.parallel.DistributedDataParallel
+        results = []
+        for none in (True, False):
+            theirs, their_nones = run(torchs, none, find_unused_parameters=True)
+            for cap in (25, TINY):
+                ours, our_nones = run(DistributedDataParallel, none, bucket_cap_mb=cap)
+                results.append((none, distance(ours, theirs), our_nones, our_nones == their_nones))
+        return results
+
+    unused = ["c.weight", "c.bias", "frozen.weight", "frozen.bias"]
+    late = ["c.weight", "c.bias", "d.weight", "d.bias", "frozen.weight", "frozen.bias"]
+    for results in launch(train, 2, timeout=LIMIT):
+        for set_to_none, from_torch, nones, same_nones in results:
+            assert from_torch == 0 and same_nones
+            assert nones == [late, unused, *([late] * 2 if set_to_none else [unused] * 2)]
+
+
+def test_parameter_that_only_a_rank_that_has_left_used_keeps_no_gradient():
+    def train(rank, world_size):
+        model = _seeded(Branches, 3)
+        replica = DistributedDataParallel(model)
+        with replica.join():
+            for step in range(1 + 2 * rank):  # rank 0 leaves with gradients of branch a
+                model.zero_grad()
+                replica(torch.ones(4, 3), rank, step).square().mean().backward()
+        return model.a.weight.grad is None
+
+    assert launch(train, 2, timeout=LIMIT)[1]
+
+
+# Kinds of parameters.
+
+
+def test_mixed_dtypes_strides_and_sizes():
+    def train(rank, world_size):
+        class Mixed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.p_half = nn.Parameter(torch.full((5,), 1.0, dtype=torch.float16))
+                self.p_brain = nn.Parameter(torch.full((5,), 1.0, dtype=torch.bfloat16))
+                self.p_double = nn.Parameter(torch.ones(5, dtype=torch.float64))
+                self.p_single = nn.Parameter(torch.ones(5))
+                self.p_scalar = nn.Parameter(torch.tensor(1.0))
+                self.p_empty = nn.Parameter(torch.empty(0, 3))
+                weight = torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)
+                self.p_conv = nn.Parameter(weight)
+
+            def forward(self, factors):
+                return sum(
+                    (p * factors[name].to(p.dtype)).sum() for name, p in self.named_parameters()
+                )
+
+        def factors(r):
+            data = torch.Generator().manual_seed(r)
+            return {
+                name: torch.randn(p.shape, generator=data).to(p.dtype)
+                for name, p in model.named_parameters()
+            }
+
+        results = []
+        for weight, cap in [("equal", 25), ("equal", TINY)]:
+            torch.manual_seed(3)
+            model = Mixed()
+            replica = DistributedDataParallel(model, bucket_cap_mb=cap, weight=weight)
+            everyone = [factors(r) for r in range(world_size)]
+            for _ in range(2):
+                model.zero_grad()
+                replica(everyone[rank]).backward()
+            off = {}
+            for name, p in model.named_parameters():
+                wide = torch.float32 if p.dtype.itemsize == 2 else p.dtype
+                mean = sum(f[name].to(wide) * (1 / world_size) for f in everyone).to(p.dtype)
+                assert p.grad.dtype == p.dtype and p.grad.shape == p.shape
+                assert p.grad.stride() == p.stride()
+                off[name] = distance([p.grad], [mean])
+            results.append((off, apart(grads(model))))
+        return results
+
+    for results in launch(train, 2, timeout=LIMIT):
+        for off, between in results:
+            assert set(off.values()) == {0} and between == 0
+
+
+def test_complex_parameters_among_real_ones():
+    def train(rank, world_size):
+        class Both(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+                self.b = nn.Parameter(torch.ones(2))
+
+            def forward(self, X):
+                return (self.a * X).abs().sum() + (self.b * X).sum()
+
+        results = []
+        for weight in ("equal", "rows"):
+            model = Both()
+            replica = DistributedDataParallel(model, weight=weight)
+            replica(torch.full((1, 2), 1.0 + rank)).backward()
+            results.append([p.grad.tolist() for p in model.parameters()])
+        return results
+
+    for equal, rows in launch(train, 2, timeout=LIMIT):
+        assert equal == rows == [[1.5, 1.5], [1.5, 1.5]]
+
+
+# What is refused.
+
+
+def test_modules_that_differ_are_refused_on_every_rank():
+    def wrap(rank, world_size):
+        odd = rank == 2
+        linear = nn.Linear(2, 3)
+
+        def model(case):
+            if not odd:
+                return nn.Sequential(linear, nn.BatchNorm1d(3))
+            if case == "name":
+                named = nn.Sequential(linear)
+                named.add_module("norm", nn.BatchNorm1d(3))
+                return named
+            if case == "shape":
+                return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+            if case == "dtype":
+                return nn.Sequential(nn.Linear(2, 3).double(), nn.BatchNorm1d(3))
+            if case == "order":
+                swapped = nn.Linear(2, 3)
+                swapped._parameters = dict(reversed(swapped._parameters.items()))
+                return nn.Sequential(swapped, nn.BatchNorm1d(3))
+            if case == "one more":
+                return nn.Sequential(linear, nn.BatchNorm1d(3), nn.Linear(3, 1))
+            if case == "more at the end":
+                longer = nn.Sequential(linear, nn.BatchNorm1d(3))
+                longer.register_buffer("late", torch.zeros(1))
+                return longer
+            if case == "one less":
+                return nn.Sequential(linear, nn.BatchNorm1d(3, affine=False))
+            if case == "frozen":
+                return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3).requires_grad_(False))
+            return nn.Sequential(linear, nn.BatchNorm1d(3, track_running_stats=False))  # no buffers
+
+        cases = (
+            "name",
+            "shape",
+            "dtype",
+            "order",
+            "one more",
+            "more at the end",
+            "one less",
+            "frozen",
+            "buffers",
+        )
+        messages = {}
+        for case in cases:
+            for kind in (DistributedDataParallel, NaiveDistributedDataParallel):
+                try:
+                    kind(model(case))
+                    messages[case, kind.__name__] = None
+                except ValueError as error:
+                    messages[case, kind.__name__] = str(error)
+        DistributedDataParallel(nn.Linear(2, 2))  # the group is as usable as before
+        return messages
+
+    results = launch(wrap, 3, timeout=LIMIT)
+    assert results[0] == results[1] == results[2]
+    expected = {
+        "name": ("1.weight, float32 [3] on rank 0", "norm.weight, float32 [3] on rank 2"),
+        "shape": ("0.weight, float32 [3, 2] on rank 0", "0.weight, float32 [4, 2] on rank 2"),
+        "dtype": ("0.weight, float32 [3, 2] on rank 0", "0.weight, float64 [3, 2] on rank 2"),
+        "order": ("0.weight, float32 [3, 2] on rank 0", "0.bias, float32 [3] on rank 2"),
+        "one more": ("1.running_mean, float32 [3] on rank 0", "2.weight, float32 [1, 3] on rank 2"),
+        "one less": ("1.weight, float32 [3] on rank 0", "1.running_mean, float32 [3] on rank 2"),
+        "frozen": ("1.weight, float32 [3] on rank 0", "1.weight, float32 [3] (frozen) on rank 2"),
+        "buffers": ("1.running_mean, float32 [3] on rank 0", "nothing more on rank 2"),
+    }
+    for (case, _), message in results[0].items():
+        assert message is not None, f"{case}: accepted"
+        for words in expected.get(case, ("on rank 0", "late, float32 [1] on rank 2")):
+            assert words in message, case
+
+
+def test_arguments_are_checked():
+    def wrap(rank, world_size):
+        messages = []
+        for module, kwargs in [
+            (nn.Linear(2, 2), {"weight": "row"}),
+            (nn.Linear(2, 2), {"weight": None}),
+            (nn.Linear(2, 2), {"bucket_cap_mb": 0}),
+            (nn.Linear(2, 2), {"bucket_cap_mb": -1}),
+            (nn.Linear(2, 2), {"bucket_cap_mb": float("nan")}),
+            (nn.ReLU(), {}),
+            (nn.Linear(2, 2).requires_grad_(False), {}),
+        ]:
+            with pytest.raises(ValueError) as caught:
+                DistributedDataParallel(module, **kwargs)
+            messages.append(str(caught.value))
+        replica = DistributedDataParallel(nn.Linear(2, 2), weight="rows")
+        with pytest.raises(ValueError, match="tensor with rows"):
+            replica(3)
+        return messages
+
+    for messages in launch(wrap, 2, timeout=LIMIT):
+        assert all("weight must be" in message for message in messages[:2])
+        assert all("bucket_cap_mb must be positive" in message for message in messages[2:5])
+        assert all("requires grad" in message for message in messages[5:])
+
+
+# How gradients travel.
+
+
+def _autograd():
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, X):
+            return X.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            time.sleep(0.05)
+            return grad
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, X):
+            return X.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("broken on purpose")
+
+    return Slow, Broken
+
+
+Slow, Broken = _autograd()
+
+
+def test_communication_begins_while_backward_runs():
+    def train(rank, world_size):
+        class Layer(nn.Linear):
+            def forward(self, X):
+                return Slow.apply(super().forward(X))
+
+        torch.manual_seed(3)
+        model = nn.Sequential(*(Layer(4, 4) for _ in range(4)))
+        stamps = []
+        model[0].weight.register_hook(lambda grad: stamps.append(time.perf_counter()))
+        replica = DistributedDataParallel(model, bucket_cap_mb=20 * 4 / 2**20)
+
+        def slow(tensor, group=None):
+            time.sleep(0.05)
+            ranks.allreduce(tensor, group=group)
+
+        replica.allreduce = slow
+        replica.timeline = []
+        replica(torch.ones(2, 4)).sum().backward()
+        return replica.timeline, stamps[0], len(replica.buckets)
+
+    for timeline, last_gradient, n in launch(train, 2, timeout=LIMIT):
+        assert [bucket for bucket, _, _ in timeline] == list(range(n)) == [0, 1, 2, 3]
+        assert timeline[0][1] < last_gradient, "it waited for the end of backward"
+        assert all(one[2] <= after[1] for one, after in pairwise(timeline))
+
+
+def test_buckets_go_in_order_when_gradients_come_in_any():
+    def train(rank, world_size):
+        model = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        order = [0, 1, 2, 3] if rank else [3, 1, 0, 2]
+
+        def forward(X):
+            for i in order:
+                X = model[i](X).tanh()
+            return X
+
+        model.forward = forward
+        replica = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        replica.timeline = []
+        replica(torch.ones(2, 3)).sum().backward()
+        sent = [bucket for bucket, _, _ in replica.timeline]
+        return sent == list(range(len(replica.buckets))) and len(sent) > 3, apart(grads(model))
+
+    assert launch(train, 2, timeout=LIMIT) == [(True, 0)] * 2
+
+
+def test_state_dict_views_and_messages():
+    def train(rank, world_size):
+        model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10))
+        nbytes = sum(p.numel() * 4 for p in model.parameters())
+        sent = {}
+        for cap in (25, TINY):
+            replica = DistributedDataParallel(model, bucket_cap_mb=cap)
+            replica.allreduce = partial(ranks.allreduce, check=False)
+            with count_bytes() as ledger:
+                replica(torch.ones(2, 100)).sum().backward()
+            sent[cap] = ledger.sent(rank), ledger.messages.total(), len(replica.buckets)
+            inside = []
+            for bucket in replica.buckets:
+                begin = bucket.flat.data_ptr()
+                for param in bucket.params:
+                    inside.append(begin <= param.grad.data_ptr() < begin + bucket.flat.nbytes)
+            assert all(inside) and len(inside) == 4
+        assert list(replica.state_dict()) == ["module." + name for name in model.state_dict()]
+        return nbytes, sent
+
+    for nbytes, sent in launch(train, 2, timeout=LIMIT):
+        (large, few, one), (small, many, four) = sent[25], sent[TINY]
+        assert (one, four) == (1, 4)
+        assert nbytes <= large <= nbytes + 5 * 4 + 64
+        assert nbytes <= small <= nbytes + 5 * 4 + 64
+        assert many > few
+
+
+# Errors.
+
+
+def test_backward_that_broke_leaves_nothing_behind():
+    def train(rank, world_size):
+        torch.manual_seed(3)
+        layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+        def forward(X, breaks):
+            X = layers[0](X)
+            return layers[2](layers[1](Broken.apply(X) if breaks else X))
+
+        layers.forward = forward
+        replica = DistributedDataParallel(layers, bucket_cap_mb=TINY)
+
+        def slow(tensor, group=None):
+            time.sleep(0.3)  # what the broken pass has sent is still under way
+            ranks.allreduce(tensor, group=group)
+
+        replica.allreduce = slow
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            replica(torch.full((2, 3), 5.0 + rank), True).square().sum().backward()
+        replica.zero_grad()
+        replica(torch.full((2, 3), 1.0 + rank), False).square().sum().backward()
+        ours = grads(layers)
+        layers.zero_grad()
+        for r in range(world_size):
+            with replica.no_sync():
+                out = replica(torch.full((2, 3), 1.0 + r), False)
+            (out.square().sum() / world_size).backward()
+        return distance(ours, grads(layers))
+
+    assert max(launch(train, 2, timeout=LIMIT)) < 1e-5
+
+
+def test_rows_of_a_broken_pass_are_not_counted():
+    def train(rank, world_size):
+        model = _seeded(mlp, 3)
+        forward = model.forward
+        replica = DistributedDataParallel(model, weight="rows")
+        model.forward = lambda X: model[1:](Broken.apply(model[0](X)))
+        with pytest.raises(ArithmeticError):
+            replica(torch.ones(1 + 9 * rank, 6)).sum().backward()
+        model.forward = forward
+        model.zero_grad()
+        replica(torch.full((1 + rank, 6), 1.0 + rank)).square().mean().backward()
+        ours = grads(model)
+        model.zero_grad()
+        X = torch.ones(3, 6)
+        X[1:] = 2
+        whole = _seeded(mlp, 3)
+        whole(X).square().mean().backward()
+        return distance(ours, grads(whole))
+
+    assert max(launch(train, 2, timeout=LIMIT)) < 1e-6
+
+
+def test_second_backward_pass_of_one_forward_pass_counts_its_rows():
+    def train(rank, world_size):
+        whole = _seeded(mlp, 3)
+        X = torch.arange(18.0).reshape(3, 6) / 9
+        (whole(X).mean() + whole(X).square().mean()).backward()
+        model = _seeded(mlp, 3)
+        replica = DistributedDataParallel(model, weight="rows")
+        out = replica(X[:1] if rank == 0 else X[1:])
+        out.mean().backward(retain_graph=True)
+        out.square().mean().backward()
+        return distance(grads(model), grads(whole))
+
+    assert max(launch(train, 2, timeout=LIMIT)) < 1e-6
+
+
+def test_buffers_are_shared_after_training_mode_without_gradients():
+    def train(rank, world_size):
+        torch.manual_seed(rank)
+        replica = DistributedDataParallel(conv())
+        with torch.no_grad():
+            replica(torch.randn(5, 1, 6, 6))
+        before = apart(state(replica))
+        replica.eval()
+        with torch.no_grad():
+            replica(torch.randn(5, 1, 6, 6))
+        return before, apart(state(replica))
+
+    assert all(before > 0 and after == 0 for before, after in launch(train, 2, timeout=LIMIT))
+
+
+def test_rank_that_takes_no_part_is_an_error_of_the_others():
+    def train(rank, world_size):
+        replica = DistributedDataParallel(_seeded(mlp, 3))
+        replica.allreduce = partial(ranks.allreduce, timeout=0.5)
+        if rank == 1:
+            time.sleep(1)
+            return None
+        loss = replica(torch.ones(2, 6)).sum()
+        with pytest.raises(ranks.PeerError) as caught:
+            loss.backward()
+        return str(caught.value)
+
+    assert "rank 1" in launch(train, 2, timeout=LIMIT)[0]
+
+
+# Groups.
+
+
+def test_group_of_some_ranks_has_a_source_of_its_own():
+    def train(rank, world_size):
+        group = dist.new_group([1, 3])
+        model = mlp()
+        if rank not in (1, 3):
+            return None
+        first = gather(state(model), group)
+        replica = DistributedDataParallel(model, group)
+        from_rank_1 = distance(state(model), first[0])
+        replica(torch.full((2, 6), float(rank))).sum().backward()
+        ours = grads(model)
+        model.zero_grad()
+        both = torch.tensor([1.0, 3.0]).repeat_interleave(2)[:, None].expand(4, 6)
+        with replica.no_sync():
+            (replica(both).sum() / 2).backward()
+        differ, from_whole = distance(*first), distance(ours, grads(model))
+        with replica.join():
+            for _ in range(1 + rank):
+                replica(torch.full((2, 6), float(rank))).sum().backward()
+        return differ, from_rank_1, from_whole
+
+    results = launch(train, 4, timeout=LIMIT)
+    assert results[0] is results[2] is None
+    for result in (results[1], results[3]):
+        differ, from_rank_1, from_whole = result
+        assert differ > 1e-2 and from_rank_1 == 0 and from_whole < 1e-5
