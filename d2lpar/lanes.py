@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -52,39 +53,46 @@ class Lanes(Transport):
         self.view = lru_cache(maxsize=256)(self._view)
 
     def _tell(self, note: bytes, deadline: float) -> list[bytes]:
+        notes, missing = [note] * len(self.ranks), set()
         for i in self.others:
-            offset = self._begin(self.member, i, deadline)
+            try:
+                offset = self._begin(self.member, i, deadline)
+            except PeerError:  # who else?
+                missing.add(self.ranks[i])
+                continue
             self.bytes[offset : offset + len(note)] = note
             self.semaphores[self.member, i][1].release()
-        notes, missing = [note] * len(self.ranks), []
         for i in self.others:
             try:
                 offset = self._begin(i, self.member, deadline)
             except PeerError:
-                missing.append(self.ranks[i])
+                missing.add(self.ranks[i])
                 continue
             notes[i] = bytes(self.bytes[offset : offset + len(note)])
             self.semaphores[i, self.member][0].release()
         if missing:
-            raise PeerError(f"{name_ranks(missing)} did not call in time", missing)
+            raise PeerError(f"{name_ranks(sorted(missing))} did not call in time", sorted(missing))
         return notes
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
-        # Piece by piece, everyone sends before it receives: so nobody waits for a slot in a circle,
-        # and a piece is on its way before anything is written over it.
-        sends = [(dst, list(pieces_of(message, self.slot_bytes))) for dst, message in sends]
-        receives = [(src, list(pieces_of(p, self.slot_bytes)), into) for src, p, into in receives]
-        count = max((len(pieces) for _, pieces, *_ in [*sends, *receives]), default=0)
-        for i in range(count):
-            for dst, pieces in sends:
+        # Everyone sends a piece to each before it receives one from each, so that nobody waits for
+        # a slot in a circle; and one piece is reduced while the next is on its way.
+        outgoing, incoming = defaultdict(list), defaultdict(list)
+        for dst, message in sends:
+            outgoing[dst] += pieces_of(message, self.slot_bytes)
+        for src, part, into in receives:
+            incoming[src] += [(piece, into) for piece in pieces_of(part, self.slot_bytes)]
+        for i in range(max(map(len, [*outgoing.values(), *incoming.values()]), default=0)):
+            for dst, pieces in outgoing.items():
                 if i < len(pieces):
                     offset = self._begin(self.member, dst, deadline)
                     self.view(offset, pieces[i].numel(), pieces[i].dtype).copy_(pieces[i])
                     self.semaphores[self.member, dst][1].release()
-            for src, pieces, into in receives:
+            for src, pieces in incoming.items():
                 if i < len(pieces):
+                    piece, into = pieces[i]
                     offset = self._begin(src, self.member, deadline)
-                    into(pieces[i], self.view(offset, pieces[i].numel(), pieces[i].dtype))
+                    into(piece, self.view(offset, piece.numel(), piece.dtype))
                     self.semaphores[src, self.member][0].release()
 
     def _view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -107,12 +115,10 @@ class Lanes(Transport):
                 return
         me = self.ranks[self.member]
         self.waits_for[me] = self.ranks[peer] + 1
-        try:
-            while not semaphore.acquire(True, LOOK):
-                if time.monotonic() > deadline:
-                    raise self._missing(self.ranks[peer])
-        finally:
-            self.waits_for[me] = 0
+        while not semaphore.acquire(True, LOOK):
+            if time.monotonic() > deadline:
+                raise self._missing(self.ranks[peer])  # and the table goes on to say for whom
+        self.waits_for[me] = 0
 
     def _missing(self, rank: int) -> PeerError:
         """Name the one that is waited for, or whom that one waits for in its turn, and so on."""
@@ -145,15 +151,18 @@ class SharedMemory:
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
         if world_size == 1 or shutil.disk_usage(folder).free < 2 * LANE_BYTES:
             return None  # a rank that fills a file system in memory would die of SIGBUS
-        semaphores = {
-            (channel, src, dst): (context.Semaphore(SLOTS), context.Semaphore(0))
-            for channel in range(CHANNELS)
-            for src, dst in permutations(range(world_size), 2)
-        }
-        memory = cls(os.path.join(folder, f"d2lpar-{uuid.uuid4().hex}"), world_size, semaphores)
-        size = memory.table + 8 * CHANNELS * world_size
-        with open(memory.path, "xb") as file:
-            file.truncate(size)
+        path = os.path.join(folder, f"d2lpar-{uuid.uuid4().hex}")
+        try:
+            semaphores = {
+                (channel, src, dst): (context.Semaphore(SLOTS), context.Semaphore(0))
+                for channel in range(CHANNELS)
+                for src, dst in permutations(range(world_size), 2)
+            }
+            memory = cls(path, world_size, semaphores)
+            with open(path, "xb") as file:
+                file.truncate(memory.table + 8 * CHANNELS * world_size)
+        except OSError:  # semaphores take room in the same folder
+            return None
         return memory
 
     def part_of(self, rank: int) -> "SharedMemory":

@@ -3,13 +3,11 @@
 The functions have the names and the meaning of those in ``collectives``, but a rank passes its own
 tensor instead of a list. Before anything moves, all ranks compare what they are about to do: torch
 does that only under TORCH_DISTRIBUTED_DEBUG=DETAIL, and without it gloo aborts or is silently
-wrong. Notebook 05 builds this file. Source: the fingerprint is that of torch's ProcessGroupWrapper.
+wrong. Notebook 05 builds this file.
 """
 
-import struct
 from collections.abc import Callable
 from functools import lru_cache
-from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,13 +15,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from .agreement import (
+    MismatchError as MismatchError,  # for users, as PeerError
+)
+from .agreement import agree, describe_schedule, describe_tensor, is_expanded
 from .collectives import (
     bounds_of,
     check_op,
     check_tensor,
     divide,
     flatten,
-    is_folded,
     part_of,
     put_back,
     reducer,
@@ -43,12 +44,6 @@ from .transport import Messages, Receive, Send, Transport, take
 from .transport import PeerError as PeerError  # for users: ranks.PeerError
 
 TIMEOUT = 300.0  # seconds that a call waits for the others, unless it is told
-NOTE = struct.Struct("<qq16s")  # number of the call, rows, digest of the plan
-TEXT_BYTES = 256  # of the plan itself, which is sent only when plans differ
-
-
-class MismatchError(RuntimeError):
-    """The ranks were about to do different things. Nothing was sent, and the group is usable."""
 
 
 class _Member:
@@ -92,13 +87,17 @@ def allreduce(
             outside ``no_grad``, or holds one place of memory twice; the process group is missing.
         TypeError: ``tensor`` is no tensor, or ``schedule`` no function.
     """
-    name = schedule and getattr(schedule, "__qualname__", repr(schedule))
-    plan = f"allreduce, {op} of {_kind(tensor)}, schedule {name}"
-    member, timeout, _ = _begin(plan, tensor, op, group, check, timeout)
+    member, timeout = _member_of(group, timeout)
     transport = member.transport
     k = len(transport.ranks)
-    flat = flatten(tensor, widen=True).to(transport.device)
-    steps, n = _own_moves(schedule or choose(flat.nbytes, k, transport), k, transport.member)
+    plan = f"allreduce, {op} of {describe_tensor(tensor)}, {describe_schedule(schedule, k)}"
+    _begin(plan, tensor, op, member, check, timeout)
+    flat = _message_of(tensor, transport)
+    if schedule is None:
+        schedule = choose(flat.nbytes, k, transport)
+    if not callable(schedule):
+        raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
+    steps, n = _own_moves(schedule, k, transport.member)
     _run(steps, flat, _even_bounds(flat.numel(), n), reducer(op), transport, timeout)
     divide([flat], op, k)
     put_back([tensor], [flat])
@@ -117,11 +116,12 @@ def reduce_scatter(
     0, now reduced; the other rows are left with partial results. A tensor without a dimension
     counts as one row. Arguments and errors are those of ``allreduce``.
     """
-    plan = f"reduce_scatter, {op} of {_kind(tensor)}"
-    member, timeout, _ = _begin(plan, tensor, op, group, check, timeout)
+    member, timeout = _member_of(group, timeout)
+    plan = f"reduce_scatter, {op} of {describe_tensor(tensor)}"
+    _begin(plan, tensor, op, member, check, timeout)
     transport = member.transport
     k, me = len(transport.ranks), transport.member
-    flat = flatten(tensor, widen=True).to(transport.device)
+    flat = _message_of(tensor, transport)
     bounds = bounds_of(torch.atleast_1d(tensor.detach()).tensor_split(k))
     steps, _ = _own_moves(ring, k, me)
     _run(steps[: k - 1], flat, bounds, reducer(op), transport, timeout)
@@ -142,8 +142,9 @@ def all_gather(
     ranks always tell each other; one without a dimension counts as a row. Arguments and errors are
     those of ``allreduce``.
     """
-    plan = f"all_gather of rows of {_kind(shard, first=1)}"
-    member, timeout, rows = _begin(plan, shard, "sum", group, check, timeout, tells=True)
+    member, timeout = _member_of(group, timeout)
+    plan = f"all_gather of rows of {describe_tensor(shard, first=1)}"
+    rows = _begin(plan, shard, "sum", member, True, timeout)
     transport = member.transport
     k, me = len(transport.ranks), transport.member
     shard = torch.atleast_1d(shard.detach())
@@ -167,13 +168,14 @@ def broadcast(
     ``src`` is a rank of the world, as in torch. The other arguments and errors are those of
     ``allreduce``.
     """
-    plan = f"broadcast from rank {src} of {_kind(tensor)}"
-    member, timeout, _ = _begin(plan, tensor, "sum", group, check, timeout)
+    member, timeout = _member_of(group, timeout)
+    plan = f"broadcast from rank {src} of {describe_tensor(tensor)}"
+    _begin(plan, tensor, "sum", member, check, timeout)
     transport = member.transport
     if src not in transport.ranks:
         raise ValueError(f"src is {src!r}, but the group has the ranks {list(transport.ranks)}")
     k = len(transport.ranks)
-    flat = flatten(tensor, widen=False).to(transport.device)
+    flat = _message_of(tensor, transport, widen=False)
     root = transport.ranks.index(src)
     steps, _ = _own_moves(tree_broadcast, k, transport.member, root)
     _run(steps, flat, [], take, transport, timeout)
@@ -183,7 +185,8 @@ def broadcast(
 def barrier(group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
     """Return when all ranks of the group have called. Errors are those of ``allreduce``."""
     member, timeout = _member_of(group, timeout)
-    _agree("barrier", 0, member, timeout)
+    member.calls += 1
+    agree(member.transport, member.calls, "barrier", 0, timeout)
 
 
 def choose(nbytes: int, k: int, transport: Transport) -> Schedule:
@@ -227,8 +230,6 @@ class _Step(NamedTuple):
 @lru_cache(maxsize=1024)
 def _own_moves(schedule: Callable, k: int, member: int, *args) -> tuple[list[_Step], int]:
     """Return the moves of one member, step by step, and into how many chunks the tensor is cut."""
-    if not callable(schedule):
-        raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
     steps = schedule(k, *args)
     check_moves(steps, k)
     own = [
@@ -262,52 +263,24 @@ def _run(steps: list, flat: torch.Tensor, bounds: list, reduce_into, transport, 
         )
 
 
-def _begin(plan, tensor, op, group, check, timeout, tells=False) -> tuple[_Member, float, list]:
+def _message_of(tensor: torch.Tensor, transport: Transport, widen: bool = True) -> torch.Tensor:
+    """Return the elements as they are sent: side by side, where the transport can read them."""
+    flat = flatten(tensor, widen).resolve_conj().resolve_neg()
+    return flat.contiguous().to(transport.device)
+
+
+def _begin(plan, tensor, op, member: _Member, check: bool, timeout: float) -> list[int]:
     """Compare plans, then look at what all have agreed on: so an error is the same on all ranks."""
-    member, timeout = _member_of(group, timeout)
-    if check or tells:
-        rows = _agree(plan, _rows(tensor), member, timeout)
+    member.calls += 1
+    if check:
+        rows = agree(member.transport, member.calls, plan, _rows(tensor), timeout)
     else:
         rows = []
-        member.calls += 1
     check_tensor(tensor, "the tensor")
     check_op(op, tensor.dtype)
-    if not tensor.is_contiguous() and is_folded(tensor):
+    if is_expanded(tensor):
         raise ValueError(f"the tensor is an expanded view (strides {tensor.stride()}): clone it")
-    return member, timeout, rows
-
-
-def _agree(plan: str, rows: int, member: _Member, timeout: float) -> list[int]:
-    """Return everyone's rows; raise MismatchError on all ranks unless all have the same plan."""
-    transport = member.transport
-    member.calls += 1
-    notes = transport.tell(NOTE.pack(member.calls, rows, _digest(plan)), timeout)
-    calls, rows, digests = zip(*map(NOTE.unpack, notes), strict=True)
-    if len(set(calls)) > 1 or len(set(digests)) > 1:
-        text = plan.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        plans = [t.rstrip(b"\0").decode(errors="replace") for t in transport.tell(text, timeout)]
-        who = [
-            f"rank {r}, call {n}: {p}"
-            for r, n, p in zip(transport.ranks, calls, plans, strict=True)
-        ]
-        raise MismatchError("the ranks are about to do different things\n" + "\n".join(who))
-    return list(rows)
-
-
-@lru_cache(maxsize=1024)
-def _digest(plan: str) -> bytes:
-    return blake2b(plan.encode(), digest_size=16).digest()
-
-
-def _kind(tensor, first: int = 0) -> str:
-    """Say dtype and shape, without an error for what is no tensor: that comes after the check."""
-    if not isinstance(tensor, torch.Tensor):
-        return type(tensor).__name__
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[first:])}"
-
-
-def _rows(tensor) -> int:
-    return len(tensor) if isinstance(tensor, torch.Tensor) and tensor.dim() else 1
+    return rows
 
 
 def _member_of(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[_Member, float]:
@@ -316,24 +289,24 @@ def _member_of(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is no member of the group")
     group = group or dist.group.WORLD
-    member = _members.get(group)
-    if member is None:
-        member = _members[group] = _join(group)
+    known = _members.get(group) or _members.get(dist.group.WORLD)
     if timeout is None:
-        timeout = member.timeout
+        timeout = known.timeout if known else TIMEOUT
     if not isinstance(timeout, int | float) or not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
-    return member, timeout
+    if group not in _members:
+        _members[group] = _join(group, timeout)
+    return _members[group], timeout
 
 
-def _join(group: dist.ProcessGroup) -> _Member:
+def _join(group: dist.ProcessGroup, timeout: float) -> _Member:
     """Give the group lanes of its own where its members have a channel free, else messages."""
     world = _members.get(dist.group.WORLD)
     messages = Messages(group)
     if world is None or world.memory is None or len(messages.ranks) == 1:
         return _Member(messages)
     used = world.memory.used
-    notes = messages.tell(bytes(used), world.timeout)
+    notes = messages.tell(bytes(used), timeout)
     free = [c for c in range(CHANNELS) if not any(note[c] for note in notes)]
     if free:
         used[free[0]] = True
@@ -343,3 +316,7 @@ def _join(group: dist.ProcessGroup) -> _Member:
     member = _Member(transport)
     member.timeout = world.timeout
     return member
+
+
+def _rows(tensor) -> int:
+    return len(tensor) if isinstance(tensor, torch.Tensor) and tensor.dim() else 1

@@ -73,7 +73,7 @@ class Transport:
     def exchange(self, sends: list[Send], receives: list[Receive], timeout: float) -> None:
         """Make the moves of one step; return when the parts are written and the messages sent.
 
-        A message may lie where something is received: it is sent as it was before.
+        Nothing may be received where a message lies that is sent in the same step.
 
         Raises:
             PeerError: naming the rank that did not do its part within ``timeout`` seconds.
@@ -112,7 +112,7 @@ class Messages(Transport):
         theirs = mine.repeat(len(self.ranks), 1)
         operations = [self._operation(dist.isend, mine, i) for i in self.others]
         operations += [self._operation(dist.irecv, theirs[i], i) for i in self.others]
-        self._wait(operations, dist.batch_isend_irecv(operations) if operations else [], deadline)
+        self._wait(operations, self._post(operations), deadline)
         return [row.numpy().tobytes() for row in theirs.cpu()]
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
@@ -137,7 +137,7 @@ class Messages(Transport):
                 operations.append(self._operation(dist.irecv, piece, src))
         if not operations:
             return
-        works = dist.batch_isend_irecv(operations)
+        works = self._post(operations)
         if len(works) != len(operations):  # NCCL: one for the whole group
             self._wait(operations, works, deadline)
             works = []
@@ -150,6 +150,18 @@ class Messages(Transport):
     def _operation(self, kind: Callable, tensor: torch.Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self.ranks[peer], self.group)
 
+    def _post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        """Start all; with gloo one by one, to know whom a failure is about."""
+        if not operations or self.device.type == "cuda":
+            return dist.batch_isend_irecv(operations) if operations else []
+        works = []
+        for operation in operations:
+            try:
+                works.append(operation.op(operation.tensor, operation.peer, operation.group))
+            except RuntimeError as error:
+                raise _gone([operation.peer], error) from None
+        return works
+
     def _reserve(self, nbytes: int) -> None:
         """Keep the memory for messages: new pages would cost as much as the reduction."""
         if nbytes > self.staging.nbytes:
@@ -157,19 +169,21 @@ class Messages(Transport):
 
     def _wait(self, operations: list, works: list, deadline: float) -> None:
         """Wait for all ``works``; then name every rank of which one has failed."""
-        missing, reason = [], ""
+        missing, reason = [], None
         for i, work in enumerate(works):
-            left = max(deadline - time.monotonic(), 0.01)
+            left = min(max(deadline - time.monotonic(), 0.01), 1e6)  # a timedelta must end
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
                 missing.append(operations[i].peer)
-                reason = reason or str(error).splitlines()[0]
+                reason = reason or error
         if missing:
-            names = sorted(set(missing))
-            raise PeerError(
-                f"{name_ranks(names)} did not answer in time, or is gone: {reason}", names
-            )
+            raise _gone(missing, reason)
+
+
+def _gone(ranks: list[int], reason: Exception) -> PeerError:
+    names, line = sorted(set(ranks)), str(reason).splitlines()[0]
+    return PeerError(f"{name_ranks(names)} did not answer in time, or is gone: {line}", names)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -32,6 +32,7 @@ ORDER = (
     "collectives",
     "transport",
     "lanes",
+    "agreement",
     "ranks",
     "worker",
     "launcher",

@@ -33,10 +33,6 @@ SOON = 2.0  # seconds, for what takes milliseconds; the calls would wait much lo
 both = pytest.mark.parametrize("way", TRANSPORTS)
 
 
-def known(reason, **kwargs):
-    return pytest.mark.xfail(strict=True, reason=reason, **kwargs)
-
-
 def values(rank, shape, dtype):
     """Numbers that hang on rank and index, and whose sums depend on their order."""
     index = torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -219,11 +215,7 @@ STRIDED = {
         ("lanes", LAYOUTS),
         ("lanes", STRIDED),
         ("messages", LAYOUTS),
-        pytest.param(
-            "messages",
-            STRIDED,
-            marks=known("flatten() returns a view with a stride other than 1, gloo refuses it"),
-        ),
+        pytest.param("messages", STRIDED),
     ],
     ids=lambda p: p if isinstance(p, str) else ("strided" if p is STRIDED else "layouts"),
 )
@@ -267,7 +259,7 @@ def test_any_layout_is_right_and_its_neighbours_stay(way, layouts):
 
 @pytest.mark.parametrize(
     "way",
-    ["lanes", pytest.param("messages", marks=known("gloo sends what lies below a lazy conj()"))],
+    ["lanes", pytest.param("messages")],
 )
 def test_lazily_conjugated_numbers(way):
     def check(rank, k, way):
@@ -528,7 +520,6 @@ def test_where_torch_is_silently_wrong_this_is_right_or_says_so():
     assert not all(fine for fine, _ in wrong)
 
 
-@known("a plan does not say whether the tensor is refused: the other ranks wait for the timeout")
 @pytest.mark.parametrize("fault", ["requires grad", "expanded"])
 def test_a_tensor_refused_on_one_rank_is_an_error_on_all(fault):
     def check(rank, k, fault):
@@ -543,7 +534,6 @@ def test_a_tensor_refused_on_one_rank_is_an_error_on_all(fault):
         assert kind in ("ValueError", "MismatchError"), text
 
 
-@known("a schedule is compared by its name alone")
 def test_schedules_of_one_name_that_differ():
     def check(rank, k):
         def mine(k):
@@ -554,7 +544,6 @@ def test_schedules_of_one_name_that_differ():
     assert [kind for kind, *_ in launch(check, 2)] == ["MismatchError"] * 2
 
 
-@known("a schedule without a name is compared by its repr, which holds its address")
 def test_a_schedule_that_is_an_object():
     def check(rank, k):
         class Rounds:
@@ -572,7 +561,7 @@ def test_a_schedule_that_is_an_object():
 
 
 @both
-@pytest.mark.parametrize("missing", [(2,), (0,), (1, 3)], ids=str)
+@pytest.mark.parametrize("missing", [(2,), (1, 3)], ids=str)
 def test_missing_ranks_are_named_by_all_others(missing, way):
     def check(rank, k, way, missing):
         group = group_for(way)
@@ -580,7 +569,7 @@ def test_missing_ranks_are_named_by_all_others(missing, way):
         if rank in missing:  # it has returned, but stays connected
             return None
         first = attempt(ranks.allreduce, torch.ones(4), group=group, timeout=0.5)
-        return first, attempt(ranks.allreduce, torch.ones(4), group=group)
+        return first, attempt(ranks.allreduce, torch.ones(4), group=group, timeout=1)
 
     for rank, outcome in enumerate(launch(check, 4, way, missing)):
         if rank in missing:
@@ -588,7 +577,7 @@ def test_missing_ranks_are_named_by_all_others(missing, way):
             continue
         (kind, text, named, seconds), again = outcome
         assert kind == "PeerError" and named == missing
-        assert ("rank 2 ", "rank 0 ", "ranks 1, 3 ")[[(2,), (0,), (1, 3)].index(missing)] in text
+        assert ("rank 2 " if len(missing) == 1 else "ranks 1, 3 ") in text
         assert 0.4 < seconds < 0.5 + SOON
         assert again[0] == "PeerError" and again[3] < 0.3
         assert "of no more use" in again[1] and text in again[1]
@@ -602,9 +591,9 @@ def test_a_stopped_rank_is_named(way):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
             return "went on"
-        outcome = attempt(ranks.barrier, group, timeout=0.5)
+        outcome = attempt(ranks.barrier, group, timeout=0.3)
         if rank == 0:
-            time.sleep(0.5)  # so that the others have given up too
+            time.sleep(0.3)  # so that the others have given up too
             os.kill(pids[1], signal.SIGCONT)
         return outcome
 
@@ -618,7 +607,7 @@ def test_a_stopped_rank_is_named(way):
 @pytest.mark.parametrize(
     "when",
     [
-        pytest.param("before", marks=known("batch_isend_irecv itself raises, outside of _wait")),
+        pytest.param("before"),
         "meanwhile",
     ],
 )
@@ -633,7 +622,7 @@ def test_a_dead_rank_is_named_at_once(when, monkeypatch, capsys):
             os._exit(3)
         time.sleep(0.3 * (when == "before"))
         kind, _, named, seconds = attempt(ranks.barrier, group, timeout=30)
-        again = attempt(ranks.barrier, group)[1]
+        again = attempt(ranks.barrier, group, timeout=1)[1]
         print(kind, named, seconds < 0.3 + SOON, "of no more use" in again)
 
     with pytest.raises(RankError, match="rank 1: died"):
@@ -645,11 +634,8 @@ def test_a_dead_rank_is_named_at_once(when, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "timeouts",
     [
-        (0.9, 0.6, 0.3),
-        pytest.param(
-            (0.3, 0.6, 0.9),
-            marks=known("a rank that gives up deletes for whom it waited, and is blamed itself"),
-        ),
+        (0.7, 0.5, 0.3),
+        pytest.param((0.3, 0.5, 0.7)),
     ],
     ids=["neighbour gives up last", "neighbour gives up first"],
 )
@@ -667,7 +653,6 @@ def test_in_the_middle_of_a_ring_all_name_the_one_that_is_missing(timeouts):
         assert seconds < timeout + SOON
 
 
-@known("the first call in a group waits as long as the default group would, in _join")
 def test_the_timeout_holds_for_the_first_call_in_a_group():
     def check(rank, k):
         group = dist.new_group()
@@ -678,7 +663,6 @@ def test_the_timeout_holds_for_the_first_call_in_a_group():
     assert seconds < 1.5  # and not 1.8
 
 
-@known("Lanes._tell gives up at the first full lane, before it has looked who else is missing")
 def test_all_missing_are_named_although_a_lane_is_full():
     def check(rank, k):
         if rank > 1:
@@ -786,9 +770,9 @@ def test_bad_arguments_are_refused_alike_on_all_ranks(way):
 @pytest.mark.parametrize(
     "schedule",
     [
-        pytest.param(0, marks=known("what is false counts as None")),
-        pytest.param("", marks=known("what is false counts as None")),
-        pytest.param([ring], marks=known("lru_cache says that it is unhashable")),
+        pytest.param(0),
+        pytest.param(""),
+        pytest.param([ring]),
         "ring",
     ],
 )
@@ -810,10 +794,7 @@ def test_without_a_process_group():
 
 
 @both
-def test_an_endless_timeout(way, request):
-    if way == "messages":
-        request.applymarker(known("timedelta cannot be endless: OverflowError"))
-
+def test_an_endless_timeout(way):
     def check(rank, k, way):
         return attempt(ranks.barrier, group_for(way), float("inf"))[0]
 

@@ -1,0 +1,59 @@
+import pytest
+import torch
+
+from d2lpar.agreement import agree, describe_schedule, describe_tensor
+from d2lpar.ranks import MismatchError
+from d2lpar.schedules import ring, star
+
+
+class Told:
+    """A transport whose other member says what it is given."""
+
+    ranks = (4, 7)
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.lengths = []
+
+    def tell(self, note, timeout):
+        self.lengths.append(len(note))
+        return [note, self.answers.pop(0)(note)]
+
+
+def test_equal_plans_are_told_in_one_short_note_and_rows_come_back():
+    transport = Told(lambda note: note)
+    assert agree(transport, 3, "plan", 5, 1.0) == [5, 5]
+    assert len(transport.lengths) == 1 and transport.lengths[0] <= 64
+
+
+@pytest.mark.parametrize("place", [0, 16, 31])
+def test_another_call_or_digest_is_a_mismatch_with_both_plans(place):
+    def other(note):
+        return note[:place] + bytes([note[place] ^ 1]) + note[place + 1 :]
+
+    transport = Told(other, lambda text: b"another plan".ljust(len(text), b"\0"))
+    with pytest.raises(MismatchError, match=r"rank 4, call 3: plan\nrank 7, call \d: another plan"):
+        agree(transport, 3, "plan", 5, 1.0)
+
+
+def test_rows_may_differ():
+    transport = Told(lambda note: note[:8] + (9).to_bytes(8, "little") + note[16:])
+    assert agree(transport, 3, "plan", 5, 1.0) == [5, 9]
+
+
+def test_tensors_are_described_by_all_that_must_agree():
+    wanted = torch.ones(2, 3, requires_grad=True)
+    assert describe_tensor(wanted) == "float32 [2, 3] that requires gradients"
+    assert describe_tensor(wanted.detach(), first=1) == "float32 [3]"
+    assert describe_tensor(torch.ones(3, dtype=torch.int8).expand(2, 3)) == "int8 [2, 3] expanded"
+    assert describe_tensor([1.0]) == "list"
+
+
+def test_schedules_are_described_by_their_moves():
+    def other(k):
+        return ring(k)
+
+    other.__qualname__ = "star"
+    assert describe_schedule(star, 3) != describe_schedule(other, 3)
+    assert describe_schedule(other, 3).startswith("schedule star (")
+    assert describe_schedule(None, 3) == "schedule None"
