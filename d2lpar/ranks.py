@@ -33,6 +33,7 @@ from .lanes import CHANNELS, Lanes, SharedMemory
 from .schedules import (
     Schedule,
     check_moves,
+    check_steps,
     direct,
     halving_doubling,
     num_chunks,
@@ -84,7 +85,8 @@ def allreduce(
         MismatchError: on every rank, when what they are about to do differs.
         PeerError: a rank did not call or did not answer in time, or is gone.
         ValueError: ``op`` is unknown or not defined for the dtype; ``tensor`` requires gradients
-            outside ``no_grad``, or holds one place of memory twice; the process group is missing.
+            outside ``no_grad``, or holds one place of memory twice; ``schedule`` sends and writes
+            the same chunk in one step; or there is no process group.
         TypeError: ``tensor`` is no tensor, or ``schedule`` no function.
     """
     member, timeout = _member_of(group, timeout)
@@ -232,6 +234,7 @@ def _own_moves(schedule: Callable, k: int, member: int, *args) -> tuple[list[_St
     """Return the moves of one member, step by step, and into how many chunks the tensor is cut."""
     steps = schedule(k, *args)
     check_moves(steps, k)
+    check_steps(steps)
     own = [
         _Step(
             [(m.dst, m.chunk) for m in step if m.src == member],

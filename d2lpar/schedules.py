@@ -139,6 +139,23 @@ def check_moves(steps: list[list[Move]], k: int) -> None:
                 raise ValueError(f"{m} names no chunk: a number from 0, a range of them, or None")
 
 
+def check_steps(steps: list[list[Move]]) -> None:
+    """Check that nobody's chunk is both sent and written in one step.
+
+    Raises:
+        ValueError: naming step, participant and chunk.
+    """
+    n = num_chunks(steps)
+    for number, step in enumerate(steps, start=1):
+        sent = {(m.src, c) for m in step for c in chunks_of(m, n)}
+        written = {(m.dst, c) for m in step for c in chunks_of(m, n)}
+        for participant, chunk in sent & written:
+            raise ValueError(
+                f"in step {number} participant {participant} sends chunk {chunk} while it is "
+                "overwritten"
+            )
+
+
 def holdings(steps: list[list[Move]], k: int) -> list[list[list[tuple[int, ...]]]]:
     """Return what each participant holds at the start and after each step.
 
@@ -170,7 +187,7 @@ def verify_allreduce(schedule: Schedule, k: int) -> None:
             hang on which comes first.
     """
     steps = schedule(k)
-    n = num_chunks(steps)
+    check_steps(steps)
     for participant, held in enumerate(holdings(steps, k)[-1]):
         for chunk, contributions in enumerate(held):
             if contributions != tuple(range(k)):
@@ -178,11 +195,3 @@ def verify_allreduce(schedule: Schedule, k: int) -> None:
                     f"participant {participant} ends with the contributions {contributions} in "
                     f"chunk {chunk}, not with those of 0 to {k - 1}, each once"
                 )
-    for number, step in enumerate(steps, start=1):
-        sent = {(m.src, c) for m in step for c in chunks_of(m, n)}
-        written = {(m.dst, c) for m in step for c in chunks_of(m, n)}
-        for participant, chunk in sent & written:
-            raise ValueError(
-                f"in step {number} participant {participant} sends chunk {chunk} while it is "
-                "overwritten"
-            )

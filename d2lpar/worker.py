@@ -109,6 +109,8 @@ def _prepare(rank: int, world_size: int, job: Job, memory: SharedMemory | None) 
         memory.open()
         ranks.use_lanes(memory, 0.9 * job.timeout)  # before the caller's limit, which tells less
     dist.barrier()
+    if memory:
+        memory.remove()  # all have mapped it: so nothing is left behind, whoever is killed
 
 
 def _failure(error: BaseException) -> Failure:

@@ -799,3 +799,16 @@ def test_an_endless_timeout(way):
         return attempt(ranks.barrier, group_for(way), float("inf"))[0]
 
     assert launch(check, 2, way, timeout=20) == ["ok", "ok"]
+
+
+@both
+def test_a_schedule_that_sends_what_it_overwrites_is_refused(way):
+    def swap(k):
+        return [[Move(r, 1 - r, None, True) for r in range(2)]]
+
+    def check(rank, k, way):
+        tensor = torch.arange(5.0)
+        outcome = attempt(ranks.allreduce, tensor, swap, group=group_for(way))
+        return outcome[0], "while it is overwritten" in str(outcome), tensor.tolist()
+
+    assert launch(check, 2, way) == [("ValueError", True, [0, 1, 2, 3, 4])] * 2
