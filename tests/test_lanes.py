@@ -300,13 +300,13 @@ def test_no_file_is_left_however_it_ends(end, files):
     assert len(files) == 1 and not os.path.exists(files[0])
 
 
-def test_all_ranks_have_one_file_in_memory(files):
+def test_all_ranks_have_one_file_in_memory_whose_name_is_gone(files):
     def check(rank, k):
-        path = ranks._members[dist.group.WORLD].memory.path
-        return path, os.path.exists(path), os.path.getsize(path)
+        memory = ranks._members[dist.group.WORLD].memory
+        return memory.path, os.path.exists(memory.path), memory.bytes.nbytes
 
     found = launch(check, 2)
     assert [path for path, *_ in found] == files * 2
-    assert all(there and LANE_BYTES <= size < 3 * LANE_BYTES for _, there, size in found)
+    assert all(not there and LANE_BYTES <= size < 3 * LANE_BYTES for _, there, size in found)
     if os.access("/dev/shm", os.W_OK):
         assert os.path.dirname(files[0]) == "/dev/shm"
