@@ -19,17 +19,15 @@ class Bucket:
     ranks have used it; and the rows of all ranks.
     """
 
-    def __init__(self, params: list[nn.Parameter], dtype: torch.dtype, device: torch.device):
-        self.params, self.dtype, self.device = params, dtype, device
+    def __init__(
+        self, params: list[nn.Parameter], dtype: torch.dtype, device: torch.device, extra: int = 0
+    ):
+        self.params, self.dtype = params, dtype
         self.filled = [False] * len(params)
-        self.extra = 0  # elements of the manifest
-
-    def allocate(self) -> None:
-        """Make the flat tensor, and a view of it for each parameter."""
-        sizes = [param.numel() for param in self.params]
-        self.flat = torch.zeros(sum(sizes) + self.extra, dtype=self.dtype, device=self.device)
-        *views, self.manifest = self.flat.split([*sizes, self.extra])
-        self.views = [_like(view, param) for view, param in zip(views, self.params, strict=True)]
+        sizes = [param.numel() for param in params]
+        self.flat = torch.zeros(sum(sizes) + extra, dtype=dtype, device=device)
+        *views, self.manifest = self.flat.split([*sizes, extra])
+        self.views = [_like(view, param) for view, param in zip(views, params, strict=True)]
 
     def fill(self, i: int, weight: float) -> None:
         """Put the gradient of the i-th parameter, times ``weight``, into its place: one copy."""
@@ -56,20 +54,21 @@ def _like(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(param.shape, dense.stride())
 
 
-def fill_buckets(params: list[nn.Parameter], bucket_cap_mb: float) -> list[Bucket]:
+def make_buckets(params: list[nn.Parameter], bucket_cap_mb: float) -> list[Bucket]:
     """Deal ``params`` out to buckets, the last parameters first: backward begins with them."""
-    buckets, open_buckets = [], {}  # by dtype and device: (parameters, bytes)
+    full, begun = [], {}  # (parameters, dtype, device); by dtype and device: (parameters, bytes)
     for param in reversed(params):
         kind = (param.dtype if param.dtype in WIDE else torch.float32, param.device)
-        members, nbytes = open_buckets.pop(kind, ([], 0))
+        members, nbytes = begun.pop(kind, ([], 0))
         size = param.numel() * kind[0].itemsize
         if members and nbytes + size > bucket_cap_mb * 2**20:
-            buckets.append(Bucket(members, *kind))
+            full.append((members, *kind))
             members, nbytes = [], 0
-        open_buckets[kind] = (members + [param], nbytes + size)
-    buckets += [Bucket(members, *kind) for kind, (members, _) in open_buckets.items()]
-    if buckets:
-        buckets[-1].extra = len(params) + 1
-    for bucket in buckets:
-        bucket.allocate()
-    return buckets
+        begun[kind] = (members + [param], nbytes + size)
+    full += [(members, *kind) for kind, (members, _) in begun.items()]
+    manifests = [0] * (len(full) - 1) + [len(params) + 1]
+    return (
+        [Bucket(*parts, extra) for parts, extra in zip(full, manifests, strict=True)]
+        if full
+        else []
+    )

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from . import ranks
-from .buckets import Bucket, fill_buckets
+from .buckets import Bucket, make_buckets
 
 
 class NaiveDistributedDataParallel(nn.Module):
@@ -79,6 +80,14 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{frozen}"
 
 
+class _Plans(NamedTuple):
+    """What one rank, or any of several, is about to do inside ``join``."""
+
+    present: bool  # it has a batch
+    averages: bool
+    shares_buffers: bool
+
+
 class DistributedDataParallel(nn.Module):
     """The replica of a module on one rank; after ``backward`` gradients are the mean over ranks.
 
@@ -120,7 +129,7 @@ class DistributedDataParallel(nn.Module):
         if not params:
             raise ValueError("no parameter of the module requires gradients: nothing to average")
         self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.buckets = fill_buckets(params, bucket_cap_mb)
+        self.buckets = make_buckets(params, bucket_cap_mb)
         self.timeline: list | None = None  # a list here is given (bucket, begin, end) in seconds
         self._thread = ThreadPoolExecutor(1, "communication")
         weakref.finalize(self, self._thread.shutdown, wait=False)
@@ -130,11 +139,12 @@ class DistributedDataParallel(nn.Module):
         ranks.barrier(self._own_group)
         self.allreduce = ranks.allreduce  # what the thread calls: put a slower one here to compare
         self._syncs = self._will_sync = True  # False inside no_sync, and for its forward passes
-        self._joins = False  # True inside join
+        self._joins = self._shrinks = False  # inside join; and dividing by those that are left
         self._active = self.ranks  # those that have a batch: inside join they become fewer
         self._stale = False  # whether a forward pass may have changed the buffers
         self._rows = 0  # of the forward passes since the last averaging, …
         self._counts_anew = True  # … which ends with the first forward pass after it
+        self._context = contextvars.copy_context()
         self._begin()
         me = weakref.ref(self)
         for bucket in self.buckets:
@@ -151,14 +161,14 @@ class DistributedDataParallel(nn.Module):
         self._stale = self._stale or self.training
         if learns:
             if self._expects_end:  # the last backward pass was broken off by an error
-                wait(self._futures)  # what it has sent is still read
+                wait(self._futures)  # what it has sent is still read, until allreduce's timeout
                 self._begin()
                 self._counts_anew = True
             self._will_sync = self._syncs
             if self.weight == "rows":
                 self._rows = _num_rows(args, kwargs) + (0 if self._counts_anew else self._rows)
                 self._counts_anew = False
-        self._context = contextvars.copy_context()
+        self._context = contextvars.copy_context()  # the thread counts bytes where forward does
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -185,25 +195,27 @@ class DistributedDataParallel(nn.Module):
         self._joins, self._shrinks = True, not divide_by_initial_world_size
         try:
             yield
-            while self._roll_call(present=False):
-                if self._share:
+            while (plans := self._roll_call(present=False)).present:
+                if plans.shares_buffers:
                     self._share_buffers()
-                if self._follow:
+                if plans.averages:
                     self._finish(absent=True)
             for tensor in [*self.module.parameters(), *self.module.buffers()]:
                 ranks.broadcast(tensor.detach(), self._active[0], self.group)
             self._stale = False
         finally:
-            self._joins, self._active = False, self.ranks
+            self._joins, self._shrinks, self._active = False, False, self.ranks
 
-    def _roll_call(self, present: bool) -> bool:
-        """Learn who has a batch, and what those who have one are about to do; False: nobody has."""
-        mine = [[present, present and self._syncs, present and self._syncs and self._stale]]
-        flags = ranks.all_gather(torch.tensor(mine), self.group)
-        active = [rank for rank, flag in zip(self.ranks, flags.tolist(), strict=True) if flag[0]]
+    def _roll_call(self, present: bool) -> _Plans:
+        """Learn who has a batch, and what those who have one are about to do."""
+        syncs = present and self._syncs
+        mine = _Plans(present, syncs, syncs and self._stale)
+        plans = ranks.all_gather(torch.tensor([mine]), self.group)
+        active = [
+            r for r, has_batch in zip(self.ranks, plans[:, 0].tolist(), strict=True) if has_batch
+        ]
         self._active = active or self._active
-        _, self._follow, self._share = flags.any(dim=0).tolist()
-        return bool(active)
+        return _Plans(*plans.any(dim=0).tolist())
 
     def _share_buffers(self) -> None:
         """Give everyone the buffers of the first rank that has a batch; one message a dtype."""
@@ -219,7 +231,6 @@ class DistributedDataParallel(nn.Module):
 
     def _begin(self) -> None:
         """Make ready for the next backward pass."""
-        self._context = contextvars.copy_context()  # the thread counts bytes where we do
         self._futures: list[Future] = []  # of the buckets that are under way
         self._expects_end = False
         for bucket in self.buckets:
@@ -229,7 +240,7 @@ class DistributedDataParallel(nn.Module):
     def _weight(self) -> float:
         if self.weight == "rows":
             return self._rows
-        return 1 / len(self._active if self._joins and self._shrinks else self.ranks)
+        return 1 / len(self._active if self._shrinks else self.ranks)
 
     @torch.no_grad()
     def _gradient_is_ready(self, bucket: Bucket, i: int) -> None:

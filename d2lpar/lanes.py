@@ -34,7 +34,7 @@ LOOK = 0.05  # seconds after which a sleeping rank looks whether its time is up
 class Lanes(Transport):
     """A member's ends of the lanes to and from all others.
 
-    ``semaphores[src, dst]`` is the pair (free, full) of a lane; ``spans[src, dst]`` are the offsets
+    ``semaphores[src, dst]`` is the pair (free, full) of a lane; ``slots[src, dst]`` are the offsets
     of its slots.
     """
 
@@ -151,17 +151,16 @@ class SharedMemory:
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
         if world_size == 1 or shutil.disk_usage(folder).free < 2 * LANE_BYTES:
             return None  # a rank that fills a file system in memory would die of SIGBUS
-        path = os.path.join(folder, f"d2lpar-{uuid.uuid4().hex}")
+        memory = cls(os.path.join(folder, f"d2lpar-{uuid.uuid4().hex}"), world_size, {})
         try:
-            semaphores = {
-                (channel, src, dst): (context.Semaphore(SLOTS), context.Semaphore(0))
-                for channel in range(CHANNELS)
-                for src, dst in permutations(range(world_size), 2)
-            }
-            memory = cls(path, world_size, semaphores)
-            with open(path, "xb") as file:
+            for channel in range(CHANNELS):
+                for lane in permutations(range(world_size), 2):
+                    pair = context.Semaphore(SLOTS), context.Semaphore(0)
+                    memory.semaphores[(channel, *lane)] = pair
+            with open(memory.path, "xb") as file:
                 file.truncate(memory.table + 8 * CHANNELS * world_size)
         except OSError:  # semaphores take room in the same folder
+            memory.remove()
             return None
         return memory
 

@@ -15,10 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from .agreement import (
-    MismatchError as MismatchError,  # for users, as PeerError
-)
-from .agreement import agree, describe_schedule, describe_tensor, is_expanded
+from .agreement import MismatchError, agree, describe_schedule, describe_tensor, is_expanded
 from .collectives import (
     bounds_of,
     check_op,
@@ -41,8 +38,20 @@ from .schedules import (
     star,
     tree_broadcast,
 )
-from .transport import Messages, Receive, Send, Transport, take
-from .transport import PeerError as PeerError  # for users: ranks.PeerError
+from .transport import Messages, PeerError, Receive, Send, Transport, take
+
+__all__ = (
+    "MismatchError",
+    "PeerError",
+    "all_gather",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "choose",
+    "reduce_scatter",
+    "use_lanes",
+    "use_messages",
+)
 
 TIMEOUT = 300.0  # seconds that a call waits for the others, unless it is told
 
@@ -50,10 +59,14 @@ TIMEOUT = 300.0  # seconds that a call waits for the others, unless it is told
 class _Member:
     """What a rank keeps for a group of which it is a member."""
 
-    def __init__(self, transport: Transport, memory: SharedMemory | None = None):
-        self.transport, self.memory = transport, memory
+    def __init__(
+        self,
+        transport: Transport,
+        timeout: float = TIMEOUT,  # of a call that names none
+        memory: SharedMemory | None = None,  # of the default group's: lanes for further groups
+    ):
+        self.transport, self.timeout, self.memory = transport, timeout, memory
         self.calls = 0
-        self.timeout = TIMEOUT
 
 
 _members: WeakKeyDictionary[dist.ProcessGroup, _Member] = WeakKeyDictionary()
@@ -135,14 +148,13 @@ def reduce_scatter(
 def all_gather(
     shard: torch.Tensor,
     group: dist.ProcessGroup | None = None,
-    check: bool = True,
     timeout: float | None = None,
 ) -> torch.Tensor:
     """Return all ranks' shards joined along dimension 0: a new tensor.
 
-    This is the second half of the ring. The shards may differ in their number of rows, which the
-    ranks always tell each other; one without a dimension counts as a row. Arguments and errors are
-    those of ``allreduce``.
+    This is the second half of the ring. The shards may differ in their number of rows, so the ranks
+    have to tell each other, and compare what they do anyway; one without a dimension counts as a
+    row. Arguments and errors are those of ``allreduce``.
     """
     member, timeout = _member_of(group, timeout)
     plan = f"all_gather of rows of {describe_tensor(shard, first=1)}"
@@ -192,10 +204,9 @@ def barrier(group: dist.ProcessGroup | None = None, timeout: float | None = None
 
 
 def choose(nbytes: int, k: int, transport: Transport) -> Schedule:
-    """Return the schedule that was the fastest here for ``nbytes`` bytes on ``k`` ranks.
+    """Return a schedule for ``nbytes`` bytes on ``k`` ranks.
 
-    Few steps win for small messages, where each one costs a wait, and few bytes for large ones. The
-    crossovers were measured (``benchmarks/bench_ranks.py``, two cores) with 2 and 4 ranks.
+    Few steps win for small messages, where each one costs a wait, and few bytes for large ones.
     """
     if isinstance(transport, Lanes):
         return star if nbytes <= 16 * 2**10 else direct
@@ -208,8 +219,8 @@ def use_lanes(memory: SharedMemory, timeout: float) -> None:
     """Let the default group, and the next ones that this rank takes part in, use ``memory``."""
     group = dist.group.WORLD
     ranks = dist.get_process_group_ranks(group)
-    _members[group] = _Member(Lanes(dist.get_rank(), ranks, memory, channel=0), memory)
-    _members[group].timeout = timeout
+    lanes = Lanes(dist.get_rank(), ranks, memory, channel=0)
+    _members[group] = _Member(lanes, timeout, memory)
 
 
 def use_messages(group: dist.ProcessGroup | None = None) -> None:
@@ -218,8 +229,12 @@ def use_messages(group: dist.ProcessGroup | None = None) -> None:
     To compare the two, or to see what happens between machines.
     """
     group = group or dist.group.WORLD
-    before = _members.get(group)
-    _members[group] = _Member(Messages(group), before and before.memory)
+    before = _members.get(group) or _members.get(dist.group.WORLD)
+    if before is None:
+        _members[group] = _Member(Messages(group))
+    else:
+        memory = before.memory if group is dist.group.WORLD else None
+        _members[group] = _Member(Messages(group), before.timeout, memory)
 
 
 class _Step(NamedTuple):
@@ -311,14 +326,11 @@ def _join(group: dist.ProcessGroup, timeout: float) -> _Member:
     used = world.memory.used
     notes = messages.tell(bytes(used), timeout)
     free = [c for c in range(CHANNELS) if not any(note[c] for note in notes)]
-    if free:
-        used[free[0]] = True
-        transport = Lanes(messages.member, messages.ranks, world.memory, free[0])
-    else:
-        transport = messages
-    member = _Member(transport)
-    member.timeout = world.timeout
-    return member
+    if not free:
+        return _Member(messages, world.timeout)
+    used[free[0]] = True
+    lanes = Lanes(messages.member, messages.ranks, world.memory, free[0])
+    return _Member(lanes, world.timeout)
 
 
 def _rows(tensor) -> int:

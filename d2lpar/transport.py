@@ -96,8 +96,9 @@ class Transport:
 class Messages(Transport):
     """torch.distributed's point-to-point messages, in any process group.
 
-    The exchanges are grouped (``batch_isend_irecv``), as NCCL wants them. With gloo messages lie in
-    the CPU's memory. The part for NCCL has not been run: that takes several GPUs.
+    With gloo messages lie in the CPU's memory, and each one is started and waited for alone, so
+    that a failure names its rank. With NCCL they lie on the GPU, and an exchange is one group
+    (``batch_isend_irecv``). That part has not been run: it takes several GPUs.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -112,70 +113,80 @@ class Messages(Transport):
         theirs = mine.repeat(len(self.ranks), 1)
         operations = [self._operation(dist.isend, mine, i) for i in self.others]
         operations += [self._operation(dist.irecv, theirs[i], i) for i in self.others]
-        self._wait(operations, self._post(operations), deadline)
+        self._wait(self._post(operations), deadline)
         return [row.numpy().tobytes() for row in theirs.cpu()]
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
-        # A taken message goes straight to its place; one that is reduced needs a place of its own.
-        # Cut in pieces, so that one can be reduced while the next is on its way.
-        operations = [
+        # In pieces, so that one can be reduced while the next is on its way.
+        outgoing = [
             self._operation(dist.isend, piece, dst)
             for dst, message in sends
             for piece in pieces_of(message, PIECE_BYTES)
         ]
-        arrivals, offset = [], 0
-        self._reserve(sum(_aligned(part.nbytes) for _, part, into in receives if into is not take))
-        for src, part, into in receives:
-            landing = part
-            if into is not take:
-                landing = self.staging[offset : offset + part.nbytes].view(part.dtype)
-                offset += _aligned(part.nbytes)
+        arrivals = [
+            (self._operation(dist.irecv, piece, src), place, into)
+            for (src, part, into), landing in zip(receives, self._landings(receives), strict=True)
             for piece, place in zip(
                 pieces_of(landing, PIECE_BYTES), pieces_of(part, PIECE_BYTES), strict=True
-            ):
-                arrivals.append((len(operations), piece, place, into))
-                operations.append(self._operation(dist.irecv, piece, src))
-        if not operations:
-            return
-        works = self._post(operations)
-        if len(works) != len(operations):  # NCCL: one for the whole group
-            self._wait(operations, works, deadline)
-            works = []
-        for i, piece, place, into in arrivals:
-            self._wait(operations[i : i + 1], works[i : i + 1], deadline)
+            )
+        ]
+        works = self._post(outgoing + [operation for operation, *_ in arrivals])
+        sent, received = works[: len(outgoing)], works[len(outgoing) :]
+        if self.device.type == "cuda":  # one piece of work for all
+            self._wait(works, deadline)
+            sent, received = [], [None] * len(arrivals)
+        for work, (operation, place, into) in zip(received, arrivals, strict=True):
+            if work:
+                self._wait([work], deadline)
             if into is not take:
-                into(place, piece)
-        self._wait(operations, works[: arrivals[0][0] if arrivals else None], deadline)
+                into(place, operation.tensor)
+        self._wait(sent, deadline)
+
+    def _landings(self, receives: list[Receive]) -> list[torch.Tensor]:
+        """Return where each message arrives: in its place, or beside it if it is to be reduced.
+
+        The memory beside is kept: new pages would cost as much as the reduction.
+        """
+        reduced = [part for _, part, into in receives if into is not take]
+        nbytes = sum(_aligned(part.nbytes) for part in reduced)
+        if nbytes > self.staging.nbytes:
+            self.staging = self.staging.new_empty(nbytes)
+        landings, offset = [], 0
+        for _, part, into in receives:
+            if into is take:
+                landings.append(part)
+            else:
+                landings.append(self.staging[offset : offset + part.nbytes].view(part.dtype))
+                offset += _aligned(part.nbytes)
+        return landings
 
     def _operation(self, kind: Callable, tensor: torch.Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self.ranks[peer], self.group)
 
-    def _post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
-        """Start all; with gloo one by one, to know whom a failure is about."""
-        if not operations or self.device.type == "cuda":
-            return dist.batch_isend_irecv(operations) if operations else []
+    def _post(self, operations: list[dist.P2POp]) -> list[tuple[list[int], dist.Work]]:
+        """Start all; return what is under way, each with the ranks that it is about."""
+        if not operations:
+            return []
+        if self.device.type == "cuda":
+            peers = [operation.peer for operation in operations]
+            return [(peers, work) for work in dist.batch_isend_irecv(operations)]
         works = []
-        for operation in operations:
+        for kind, tensor, peer in [(o.op, o.tensor, o.peer) for o in operations]:
             try:
-                works.append(operation.op(operation.tensor, operation.peer, operation.group))
+                works.append(([peer], kind(tensor, peer, self.group)))
             except RuntimeError as error:
-                raise _gone([operation.peer], error) from None
+                raise _gone([peer], error) from None
         return works
 
-    def _reserve(self, nbytes: int) -> None:
-        """Keep the memory for messages: new pages would cost as much as the reduction."""
-        if nbytes > self.staging.nbytes:
-            self.staging = self.staging.new_empty(nbytes)
-
-    def _wait(self, operations: list, works: list, deadline: float) -> None:
+    def _wait(self, works: list[tuple[list[int], dist.Work]], deadline: float) -> None:
         """Wait for all ``works``; then name every rank of which one has failed."""
         missing, reason = [], None
-        for i, work in enumerate(works):
+        for peers, work in works:
             left = min(max(deadline - time.monotonic(), 0.01), 1e6)  # a timedelta must end
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                missing.append(operations[i].peer)
+                missing += peers
                 reason = reason or error
         if missing:
             raise _gone(missing, reason)

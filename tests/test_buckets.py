@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from d2lpar.buckets import WIDE, fill_buckets
+from d2lpar.buckets import WIDE, make_buckets
 
 MIB = 2**20
 
@@ -23,21 +23,21 @@ def positions(buckets, params):
 
 def test_order_is_reversed_and_caps_are_respected():
     params = parameters(10, 20, 30, 40)
-    assert positions(fill_buckets(params, 400 / MIB), params) == [[3, 2, 1, 0]]
-    assert positions(fill_buckets(params, 399 / MIB), params) == [[3, 2, 1], [0]]
-    assert positions(fill_buckets(params, 280 / MIB), params) == [[3, 2], [1, 0]]
-    assert positions(fill_buckets(params, 1 / MIB), params) == [[3], [2], [1], [0]]
+    assert positions(make_buckets(params, 400 / MIB), params) == [[3, 2, 1, 0]]
+    assert positions(make_buckets(params, 399 / MIB), params) == [[3, 2, 1], [0]]
+    assert positions(make_buckets(params, 280 / MIB), params) == [[3, 2], [1, 0]]
+    assert positions(make_buckets(params, 1 / MIB), params) == [[3], [2], [1], [0]]
 
 
 def test_larger_parameter_is_alone():
     params = parameters(1, 1000, 1)
-    assert positions(fill_buckets(params, 100 / MIB), params) == [[2], [1], [0]]
+    assert positions(make_buckets(params, 100 / MIB), params) == [[2], [1], [0]]
 
 
 def test_kinds_are_apart_and_16_bits_lie_as_32():
     types = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.complex64]
     params = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in types]
-    buckets = fill_buckets(params, 25)
+    buckets = make_buckets(params, 25)
     kinds = {bucket.dtype: [param.dtype for param in bucket.params] for bucket in buckets}
     assert kinds == {
         torch.float32: [torch.float16, torch.bfloat16, torch.float32],
@@ -54,7 +54,7 @@ kinds = st.sampled_from([*WIDE, torch.float16, torch.bfloat16])
 @given(st.lists(st.tuples(shapes, kinds), min_size=1, max_size=12), st.integers(1, 400))
 def test_every_parameter_lies_in_one_place(described, cap):
     params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in described]
-    buckets = fill_buckets(params, cap / MIB)
+    buckets = make_buckets(params, cap / MIB)
     numbers = positions(buckets, params)
     assert sorted(i for members in numbers for i in members) == list(range(len(params)))
     assert all(members == sorted(members, reverse=True) for members in numbers)
@@ -74,13 +74,13 @@ def test_every_parameter_lies_in_one_place(described, cap):
 
 
 def test_no_parameters_no_buckets():
-    assert fill_buckets([], 25) == []
+    assert make_buckets([], 25) == []
 
 
 @given(shapes, kinds, st.sampled_from([1.0, 0.5, 3.0]))
 def test_what_is_filled_in_comes_out(shape, dtype, weight):
     params = [nn.Parameter(torch.zeros(shape, dtype=dtype)), *parameters(2, dtype=dtype)]
-    (bucket,) = fill_buckets(params, 25)
+    (bucket,) = make_buckets(params, 25)
     grad = torch.randn(shape).to(dtype)
     params[0].grad = grad.clone()
     bucket.fill(1, weight)
@@ -99,7 +99,7 @@ def test_strides_are_the_parameters():
     weight = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
     turned = nn.Parameter(torch.zeros(3, 4).t())
     expanded = nn.Parameter(torch.zeros(1, 4).expand(3, 4))  # not dense: the bucket's view is
-    (bucket,) = fill_buckets([weight, turned, expanded], 25)
+    (bucket,) = make_buckets([weight, turned, expanded], 25)
     assert [view.stride() for view in bucket.views] == [(4, 1), (1, 4), weight.stride()]
     for param in (weight, turned):
         param.grad = torch.randn_like(param)
@@ -112,7 +112,7 @@ def test_strides_are_the_parameters():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_0_and_no_gradient_write_zeros(dtype):
     (param,) = parameters(4, dtype=dtype)
-    (bucket,) = fill_buckets([param], 25)
+    (bucket,) = make_buckets([param], 25)
     bucket.flat.fill_(5)
     param.grad = torch.full_like(param, float("nan"))
     bucket.fill(0, 0)
@@ -126,6 +126,6 @@ def test_weight_0_and_no_gradient_write_zeros(dtype):
 def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    (bucket,) = fill_buckets([embedding.weight], 25)
+    (bucket,) = make_buckets([embedding.weight], 25)
     with pytest.raises(ValueError, match="sparse"):
         bucket.fill(0, 1)
