@@ -7,15 +7,15 @@ Are Not Created Equal: On the Complexity of Crafting Crash-Consistent Applicatio
 
 The file is in the safetensors format (https://github.com/huggingface/safetensors): the length of
 the header as a little-endian uint64, the header in JSON, the bytes of the tensors. Nothing is
-pickled, so loading runs no code from the file. The header begins with a SHA-256 of the whole file,
-taken while zeros stand in the digest's own place. Notebook 05 uses this file.
+pickled, so loading runs no code from the file. The header's metadata is one text in JSON: a SHA-256
+of the whole file, taken while zeros stand in the digest's own place, and what else there is to
+know. Notebook 05 uses this file.
 """
 
 import contextlib
 import hashlib
 import json
 import os
-import re
 import uuid
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ import safetensors.torch
 import torch
 
 _NO_DIGEST = b"0" * 64
-_START = re.compile(rb'\{"__metadata__":\{"sha256":"([0-9a-f]{64})","data_bytes":"(\d{1,19})",')
-_LARGEST_HEADER = 100_000_000  # bytes; readers of safetensors refuse more
+_BEFORE_DIGEST = rb'"checkpoint":"{\"sha256\": \"'  # no name has it: its quotes are escaped
 _DTYPES = frozenset({torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _DTYPES |= {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
@@ -58,8 +57,13 @@ def save_checkpoint(
         TypeError: tensors or info is no dict, a name is no str, or what it names is no tensor.
         ValueError: a tensor cannot be saved, or info would not come back from JSON as it is.
     """
-    head, data = _serialize(_plain_copies(tensors), _as_json({} if info is None else info))
-    _replace(path, head, data)
+    info = {} if info is None else info
+    _check_info(info)
+    text = json.dumps({"sha256": _NO_DIGEST.decode(), "info": info})
+    content = bytearray(safetensors.torch.save(_plain_copies(tensors), {"checkpoint": text}))
+    place = _place_of_digest(content)
+    content[place] = hashlib.sha256(content).hexdigest().encode()
+    _replace(path, content)
 
 
 def load_checkpoint(
@@ -71,13 +75,17 @@ def load_checkpoint(
         CheckpointError: there is no such file, or it is not what save_checkpoint wrote: another
             file, cut short, or changed in as little as one bit.
     """
-    content = _read(path)
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        problem = f"it cannot be read ({error.strerror or error})"
+        raise CheckpointError(f"{path}: {problem}. Give the name of a checkpoint.") from error
     if flaw := _flaw(content):
         raise CheckpointError(f"{path}: {flaw}. Copy it anew, or load an older checkpoint.")
     try:
-        header, _ = _split(content)
         tensors = safetensors.torch.load(content)
-        info = json.loads(header["__metadata__"]["info"])
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        info = json.loads(header["__metadata__"]["checkpoint"])["info"]
     except Exception as error:  # not damage, but for instance a dtype that is not known here
         problem = f"it is whole, but cannot be read ({type(error).__name__}: {error})"
         remedy = "Load it with the versions of d2lpar, torch and safetensors that saved it."
@@ -105,7 +113,8 @@ def _plain_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return copies
 
 
-def _as_json(info: dict[str, Any]) -> str:
+def _check_info(info: dict[str, Any]) -> None:
+    """Raise unless the information comes back from JSON as it is."""
     if not isinstance(info, dict):
         raise TypeError(f"info must be a dict, not {type(info).__name__}")
     for key, value in info.items():
@@ -116,56 +125,28 @@ def _as_json(info: dict[str, Any]) -> str:
         if not same:  # a tuple would come back as a list, for instance, and a key 1 as "1"
             allowed = "str, int, finite float, bool, None, and lists and dicts (with str keys)"
             raise ValueError(f"info[{key!r}] would not come back from JSON as it is: use {allowed}")
-    return json.dumps(info)
 
 
-def _serialize(tensors: dict[str, torch.Tensor], info: str) -> tuple[bytes, memoryview]:
-    """Return the two parts of the file: the header with its length, and the bytes of the tensors.
-
-    The header is written anew, since safetensors orders metadata at random: here the digest always
-    has the same place, and the same checkpoint is always the same file.
-    """
-    header, data = _split(safetensors.torch.save(tensors))
-    metadata = {"sha256": _NO_DIGEST.decode(), "data_bytes": str(len(data)), "info": info}
-    text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
-    if len(text) > _LARGEST_HEADER:
-        raise ValueError(f"names and info take {len(text)} bytes, over {_LARGEST_HEADER}")
-    head = len(text).to_bytes(8, "little") + text
-    digest = _sha256(head, data).encode()
-    return head.replace(_NO_DIGEST, digest, 1), data  # the first 64 zeros are those in _START
-
-
-def _split(content: bytes) -> tuple[dict, memoryview]:
-    end = 8 + int.from_bytes(content[:8], "little")
-    return json.loads(content[8:end]), memoryview(content)[end:]
-
-
-def _sha256(*parts: bytes | memoryview) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+def _place_of_digest(content: bytes | bytearray) -> slice:
+    begin = content.index(_BEFORE_DIGEST) + len(_BEFORE_DIGEST)
+    return slice(begin, begin + len(_NO_DIGEST))
 
 
 def _flaw(content: bytes) -> str | None:
     """Return how this differs from what save_checkpoint wrote, or None if in no bit."""
-    start = _START.match(content, 8)
-    if not start:
-        return "it does not begin as a checkpoint does: it is another file, cut short, or damaged"
-    size = 8 + int.from_bytes(content[:8], "little") + int(start[2])
-    if len(content) != size:
-        what = "cut short" if len(content) < size else "too long"
-        return f"it is {what} or damaged: it has {len(content)} bytes, not {size}"
-    view = memoryview(content)
-    digest = _sha256(view[: start.start(1)], _NO_DIGEST, view[start.end(1) :])
-    if digest != start[1].decode():
-        return f"it is damaged: its SHA-256 is {digest}, and was {start[1].decode()} when saved"
+    if _BEFORE_DIGEST not in content:
+        return "there is no checkpoint in it: it is another file, cut short, or damaged"
+    place = _place_of_digest(content)
+    blank = bytearray(content)
+    blank[place] = _NO_DIGEST
+    found, saved = hashlib.sha256(blank).hexdigest(), content[place].decode(errors="replace")
+    if found != saved:
+        return f"it is cut short or damaged: its SHA-256 is {found}, and was {saved} when saved"
     return None
 
 
-def _replace(path: str | Path, *parts: bytes | memoryview) -> None:
-    """Let the file consist of these parts, in one step that happens wholly or not at all."""
+def _replace(path: str | Path, content: bytearray) -> None:
+    """Let this be the content of the file, in one step that happens wholly or not at all."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise CheckpointError(f"{path}: there is no folder {target.parent}. Make it first.")
@@ -174,8 +155,7 @@ def _replace(path: str | Path, *parts: bytes | memoryview) -> None:
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:
-            for part in parts:
-                file.write(part)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())  # else the new name may reach the disk before the content does
         os.replace(temporary, target)
@@ -197,13 +177,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _read(path: str | Path) -> bytes:
-    try:
-        if Path(path).is_file():  # else reading may hang, if it is a pipe
-            return Path(path).read_bytes()
-        problem = "this is no file" if Path(path).exists() else "there is no such file"
-    except OSError as error:
-        problem = f"it cannot be read ({error.strerror or error})"
-    raise CheckpointError(f"{path}: {problem}. Give the name of a file that save_checkpoint wrote.")

@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 from . import ranks
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from .data import load_data_fashion_mnist
+from .data import Minibatches, load_data_fashion_mnist
 from .ddp import DistributedDataParallel
-from .network import LeNet, loss
+from .network import LeNet, loss, sgd
 from .sampler import DistributedSampler
 
 HOW = "start it with torchrun: torchrun --nproc_per_node=2 -m d2lpar.train_ddp"
@@ -128,7 +128,7 @@ def train(args: argparse.Namespace, device: torch.device) -> LeNet:
         ValueError: the ranks cannot share a batch evenly; or the checkpoint is of another run.
         CheckpointError: on rank 0, when it cannot be loaded or saved.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_size = dist.get_world_size()
     if args.batch_size % world_size:
         near = args.batch_size // world_size * world_size or world_size
         raise ValueError(
@@ -136,39 +136,49 @@ def train(args: argparse.Namespace, device: torch.device) -> LeNet:
             f"take a multiple, such as {near}"
         )
     train_iter, test_iter = load_data_fashion_mnist(args.batch_size, device=device)
-    num_examples = min(args.examples or len(train_iter.images), len(train_iter.images))
+    images, labels = train_iter.images[: args.examples], train_iter.labels[: args.examples]
+    train_iter = Minibatches(images, labels, args.batch_size)
     network = LeNet(generator=torch.Generator().manual_seed(args.seed)).to(device)
     progress = resume(args, network) if args.resume else Progress(0, 0, 0.0)
     model = DistributedDataParallel(network, weight="rows")
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    sampler = DistributedSampler(range(num_examples), seed=args.seed)
-    rows, num_batches = args.batch_size // world_size, -(-num_examples // args.batch_size)
     for epoch in range(progress.epoch, args.epochs):
-        first, total = (progress.batch, progress.loss) if epoch == progress.epoch else (0, 0.0)
-        sampler.set_epoch(epoch)
-        own = torch.tensor(list(sampler), dtype=torch.int64, device=device)
         begin = time.perf_counter()
-        bar = tqdm(
-            range(first, num_batches),
-            f"epoch {epoch + 1}/{args.epochs}",
-            num_batches,
-            initial=first,
-            disable=rank > 0,
-            leave=False,
-        )
-        for i in bar:
-            X, y = train_iter.take(own[i * rows : (i + 1) * rows])
-            optimizer.zero_grad()
-            losses = loss(model(X), y)
-            losses.mean().backward()
-            optimizer.step()
-            total += losses.detach().sum().item()
-            if args.every and (i + 1) % args.every == 0 and i + 1 < num_batches:
-                save(args, network, Progress(epoch, i + 1, total))
+        loss_sum = train_epoch(args, progress, model, train_iter)
         seconds = time.perf_counter() - begin
-        save(args, network, Progress(epoch + 1, 0, 0.0))
-        report(epoch, args, network, total / num_examples, test_iter, seconds)
+        progress = Progress(epoch + 1, 0, 0.0)
+        save(args, network, progress)
+        report(epoch, args, network, loss_sum / len(images), test_iter, seconds)
     return network
+
+
+def train_epoch(
+    args: argparse.Namespace,
+    progress: Progress,
+    model: DistributedDataParallel,
+    train_iter: Minibatches,
+) -> float:
+    """Take the batches that are left of an epoch; return the sum of this rank's losses in all."""
+    epoch, first, loss_sum = progress
+    sampler = DistributedSampler(train_iter.images, seed=args.seed)
+    sampler.set_epoch(epoch)
+    own = torch.tensor(list(sampler), dtype=torch.int64, device=train_iter.images.device)
+    rows, num_batches = args.batch_size // dist.get_world_size(), len(train_iter)
+    for i in tqdm(
+        range(first, num_batches),
+        f"epoch {epoch + 1}/{args.epochs}",
+        num_batches,
+        initial=first,
+        disable=dist.get_rank() > 0,
+        leave=False,
+    ):
+        X, y = train_iter.take(own[i * rows : (i + 1) * rows])
+        losses = loss(model(X), y)
+        losses.mean().backward()
+        sgd(list(model.parameters()), args.lr, batch_size=1)  # the gradients are means already
+        loss_sum += losses.detach().sum().item()
+        if args.every and (i + 1) % args.every == 0 and i + 1 < num_batches:
+            save(args, model.module, Progress(epoch, i + 1, loss_sum))
+    return loss_sum
 
 
 @torch.no_grad()

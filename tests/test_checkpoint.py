@@ -155,7 +155,7 @@ def test_what_is_saved_is_not_changed_and_the_same_gives_the_same_file(tmp_path,
     assert path.read_bytes() == before
     assert len(before) % 8 == 1  # a header of a multiple of 8, two float32 and a byte
     with safetensors.safe_open(path, "pt") as file:
-        assert json.loads(file.metadata()["info"]) == INFO
+        assert json.loads(file.metadata()["checkpoint"])["info"] == INFO
 
 
 def test_nothing_is_pickled(tmp_path, monkeypatch):
@@ -236,13 +236,10 @@ def test_what_cannot_be_saved_is_named(path, tensors, info, kind, words):
     assert checks_out(path, SMALL, INFO) and names(path.parent) == ["x"]
 
 
-def test_a_header_that_readers_refuse_is_not_written(path, monkeypatch):
-    size = int.from_bytes(path.read_bytes()[:8], "little")
-    monkeypatch.setattr(checkpoint, "_LARGEST_HEADER", size)
-    save_checkpoint(path, SMALL, INFO)
-    monkeypatch.setattr(checkpoint, "_LARGEST_HEADER", size - 1)
-    with pytest.raises(ValueError, match=f"{size} bytes, over {size - 1}"):
-        save_checkpoint(path, SMALL, INFO)
+def test_a_header_that_readers_refuse_is_not_written(path):
+    with pytest.raises(safetensors.SafetensorError, match="header too large"):
+        save_checkpoint(path, SMALL, {"log": "x" * 100_000_000})
+    assert checks_out(path, SMALL, INFO) and names(path.parent) == ["x"]
 
 
 # No damage is loaded.
@@ -264,10 +261,9 @@ def test_every_truncation_and_every_appended_byte_is_found(path):
     for length in range(len(content)):
         path.write_bytes(content[:length])
         refused(path, "cut short", "older checkpoint")
-    refused(path, f"it has {len(content) - 1} bytes, not {len(content)}")
     for byte in range(256):
         path.write_bytes(content + bytes([byte]))
-        refused(path, "too long")
+        refused(path, "damaged", "SHA-256")
 
 
 def test_the_halves_of_two_checkpoints_make_no_whole_one(path):
@@ -280,7 +276,7 @@ def test_the_halves_of_two_checkpoints_make_no_whole_one(path):
 
 def test_what_looks_like_the_digest_does_not_confuse(tmp_path):
     zeros = "0" * 64
-    field = f'"sha256":"{zeros}"'
+    field = f'{checkpoint._BEFORE_DIGEST.decode()}{zeros}"'
     info = {"sha256": zeros, field: field, zeros: [field, json.dumps({"sha256": zeros})]}
     tensors = {name: torch.tensor(list(field.encode()), dtype=torch.uint8) for name in info}
     save_checkpoint(tmp_path / "x", tensors, info)
@@ -293,16 +289,16 @@ def test_what_looks_like_the_digest_does_not_confuse(tmp_path):
 
 def test_files_of_others_are_refused(path):
     safetensors.torch.save_file(SMALL, path, {"sha256": "0" * 64})
-    refused(path, "does not begin as a checkpoint does")
+    refused(path, "there is no checkpoint in it")
     torch.save(SMALL, path)
-    refused(path, "does not begin as a checkpoint does")
+    refused(path, "there is no checkpoint in it")
     path.write_text("step 3")
-    refused(path, "does not begin as a checkpoint does")
+    refused(path, "there is no checkpoint in it")
 
 
 def sealed(header, data=b"", info="{}"):
     """A file with a right digest, whatever is in it."""
-    metadata = {"sha256": "0" * 64, "data_bytes": str(len(data)), "info": info}
+    metadata = {"checkpoint": f'{{"sha256": "{"0" * 64}", "info": {info}}}'}
     text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
     content = len(text).to_bytes(8, "little") + text + data
     return content.replace(b"0" * 64, hashlib.sha256(content).hexdigest().encode(), 1)
@@ -326,11 +322,11 @@ def test_errors_of_safetensors_and_json_do_not_leak(path, header, info):
 
 
 def test_a_missing_file_a_folder_and_a_file_as_folder(path, monkeypatch):
-    refused(path.parent / "nothing", "no such file", "save_checkpoint")
-    refused(path.parent, "this is no file")
-    refused(path / "y", "no such file")
+    refused(path.parent / "nothing", "cannot be read (No such file", "the name of a checkpoint")
+    refused(path.parent, "cannot be read")
+    refused(path / "y", "cannot be read")
     monkeypatch.chdir(path.parent)
-    refused("./nothing", "no such file")  # the name as it was given
+    refused("./nothing", "No such file")  # the name as it was given
     with pytest.raises(CheckpointError, match=r"^no/x: there is no folder .*no\. Make it first"):
         save_checkpoint("no/x", SMALL)
     with pytest.raises(CheckpointError, match="a folder or a device"):
@@ -338,9 +334,8 @@ def test_a_missing_file_a_folder_and_a_file_as_folder(path, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_a_pipe_is_neither_waited_for_nor_replaced(tmp_path):
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "x")
-    refused(tmp_path / "x", "this is no file")
     with pytest.raises(CheckpointError, match="a folder or a device"):
         save_checkpoint(tmp_path / "x", SMALL)
     assert stat.S_ISFIFO((tmp_path / "x").stat().st_mode)

@@ -176,10 +176,11 @@ def test_parameters_and_buffers_begin_as_rank_0s(kind):
     assert all(before > 0.5 and after == 0 for before, after in launch(wrap, 3, timeout=LIMIT))
 
 
-# Torch's own class as the reference.
+# Torch's own class as the reference: in each rank that uses it, it imports a compiler, which takes
+# a second or more. So few ranks use it, each for several comparisons.
 
 
-@pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.parametrize("k", [2, 3])
 def test_gradients_and_buffers_are_torchs(k):
     def train(rank, world_size):
         def batches(n):
@@ -189,14 +190,13 @@ def test_gradients_and_buffers_are_torchs(k):
                 for _ in range(n)
             ]
 
-        def run(kind, set_to_none, **kwargs):
-            torch.manual_seed(3)
-            model = conv()
+        def run(kind, zero, **kwargs):
+            model = _seeded(conv, 3)
             replica = kind(model, **kwargs)
             optimizer = SGD(model)
             trace = []
             for X, y in batches(4):
-                optimizer.zero_grad(set_to_none=set_to_none)
+                zero(optimizer)
                 nn.functional.cross_entropy(replica(X), y).backward()
                 trace += grads(model)
                 optimizer.step()
@@ -206,15 +206,22 @@ def test_gradients_and_buffers_are_torchs(k):
                 trace.append(replica(torch.ones(2, 1, 6, 6)))
             return trace + state(model)
 
-        theirs = run(nn.parallel.DistributedDataParallel, True)
-        return [
-            distance(run(DistributedDataParallel, none, bucket_cap_mb=cap), theirs)
-            for none in (True, False)
-            for cap in (25, TINY)
-        ]
+        ways = {
+            "set to None": SGD.zero_grad,
+            "set to 0": partial(SGD.zero_grad, set_to_none=False),
+            "added up": lambda optimizer: None,
+        }
+        distances = {}
+        for name, zero in ways.items():
+            theirs = run(nn.parallel.DistributedDataParallel, zero)
+            for cap in (25, TINY):
+                ours = run(DistributedDataParallel, zero, bucket_cap_mb=cap)
+                distances[name, cap] = distance(ours, theirs)
+        return distances
 
     for distances in launch(train, k, timeout=LIMIT):
-        assert max(distances) <= (0 if k == 2 else 1e-6)
+        for way, from_torch in distances.items():
+            assert from_torch <= (0 if k == 2 and "added up" not in way else 1e-6), way
 
 
 # no_sync
@@ -267,27 +274,12 @@ def test_no_sync_adds_up_micro_batches():
             assert from_whole < 1e-6
 
 
-def test_gradients_that_are_not_zeroed_add_up_as_torchs():
-    def train(rank, world_size):
-        def run(kind):
-            torch.manual_seed(3)
-            model = mlp()
-            replica = kind(model)
-            data = torch.Generator().manual_seed(rank)
-            for _ in range(3):
-                replica(torch.randn(4, 6, generator=data)).square().mean().backward()
-            return grads(model)
-
-        return distance(run(DistributedDataParallel), run(nn.parallel.DistributedDataParallel))
-
-    assert max(launch(train, 2, timeout=LIMIT)) < 1e-6
-
-
 # join
 
 
-@pytest.mark.parametrize("k", [2, 3])
-def test_join_with_uneven_numbers_of_batches_is_torchs(k):
+def test_join_with_uneven_numbers_of_batches_is_torchs():
+    k = 3  # so that one rank leaves, and then another one
+
     def train(rank, world_size):
         def run(kind, divide, count):
             torch.manual_seed(3)

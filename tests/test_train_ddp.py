@@ -1,16 +1,20 @@
+"""A run by ranks is a run by one process, and one that was stopped is one that was not."""
+
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from d2lpar import launch, load_data_fashion_mnist
-from d2lpar.checkpoint import CheckpointError, load_checkpoint
-from d2lpar.launcher import RankError
+from d2lpar.checkpoint import load_checkpoint
+from d2lpar.data import Minibatches
 from d2lpar.network import LeNet, loss
-from d2lpar.train_ddp import arguments, device_of, place
+from d2lpar.train_ddp import arguments, device_of, main, place
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = {
@@ -85,129 +89,182 @@ def test_numbers_must_be_positive(option, capsys):
 # Training
 
 
-def run(world_size, tmp_path, *options, stop_after=None):
-    """Train in ranks; each returns its parameters. ``stop_after`` so many saves, all are gone."""
-    args = arguments(["--checkpoint", str(tmp_path / "net.safetensors"), *options])
+@pytest.fixture(scope="module")
+def small():
+    """Fashion-MNIST cut short: 600 examples to train on, 101 to test (uneven over 2 and 3)."""
+    parts = zip(load_data_fashion_mnist(1, device="cpu"), (600, 101), strict=True)
+    return [(part.images[:n].clone(), part.labels[:n].clone()) for part, n in parts]
 
-    def work(rank, world_size, args, stop_after):
-        import torch
 
+def run(world_size, small, *commands, stops=None):
+    """Train in new ranks by one command line after the other; return each rank's outcomes.
+
+    An outcome is the list of parameters, or the error as text. ``stops`` has for each command line
+    the number of saves after which all ranks are interrupted; 0: never.
+    """
+
+    def work(rank, world_size):
         from d2lpar import train_ddp
+        from d2lpar.data import Minibatches
 
-        saves = []
-        save = train_ddp.save
+        def load_small(batch_size, device):
+            return tuple(Minibatches(*part, batch_size) for part in small)
 
-        def counted(*args):
+        def save_and_stop(saves, stop, *args):
             save(*args)
             saves.append(1)
-            if len(saves) == stop_after:
+            if len(saves) == stop:
                 raise KeyboardInterrupt
 
-        train_ddp.save = counted
-        network = train_ddp.train(args, torch.device("cpu"))
-        return [param.detach().clone() for param in network.parameters()]
+        train_ddp.load_data_fashion_mnist = load_small
+        save, outcomes = train_ddp.save, []
+        for command, stop in zip(commands, stops or [0] * len(commands), strict=True):
+            train_ddp.save = partial(save_and_stop, [], stop)
+            try:
+                network = train_ddp.train(train_ddp.arguments(command), torch.device("cpu"))
+                outcomes.append([param.detach().clone() for param in network.parameters()])
+            except (Exception, KeyboardInterrupt) as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+        return outcomes
 
-    return launch(work, world_size, args, stop_after, timeout=100)
+    return launch(work, world_size, timeout=100)
 
 
-def one_process(num_examples, batch_size, lr, epochs):
-    torch.manual_seed(0)
+def one_process(small, num_examples, batch_size, lr, epochs):
+    """Return what training in one process, written plainly, ends with and would report."""
     network = LeNet(generator=torch.Generator().manual_seed(0))
-    data, _ = load_data_fashion_mnist(batch_size)
+    data, test = (Minibatches(*part, batch_size) for part in small)
     for epoch in range(epochs):
+        total = 0
         order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(epoch))
         for rows in order.split(batch_size):
             X, y = data.take(rows)
             network.zero_grad()
-            loss(network(X), y).mean().backward()
+            losses = loss(network(X), y)
+            losses.mean().backward()
+            total += losses.sum().item()
             with torch.no_grad():
                 for param in network.parameters():
                     param -= lr * param.grad
-    return [param.detach() for param in network.parameters()]
+    X, y = test.take(torch.arange(len(test.images)))
+    correct, n = int((network(X).argmax(dim=1) == y).sum()), len(y)
+    result = f"loss {total / num_examples:.3f}, test accuracy {correct / n:.3f} ({correct} of {n})"
+    return list(network.parameters()), f"epoch  {epochs}/{epochs}: {result}"
 
 
 def distance(a, b):
     return max(float((x - y).detach().abs().max()) for x, y in zip(a, b, strict=True))
 
 
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_train_like_one_process(world_size, tmp_path, capfd):
-    # 301 examples: the last batch of 61 is uneven over 2 ranks and over 3
-    options = "--examples", "301", "--batch-size", "60", "--epochs", "2", "--lr", "0.5"
-    results = run(world_size, tmp_path, *options)
-    assert all(torch.equal(x, y) for r in results for x, y in zip(r, results[0], strict=True))
-    expected = one_process(301, 60, 0.5, 2)
+def test_ranks_train_like_one_process(world_size, small, tmp_path, capsys):
+    # 301 examples: the last batch has one, so of 2 or 3 ranks only rank 0 has any of it
+    options = "--examples=301", "--batch-size=60", "--epochs=2", "--lr=0.5"
+    results = run(world_size, small, (f"--checkpoint={tmp_path / 'net'}", *options))
+    params = [of_rank[0] for of_rank in results]
+    assert all(same(others, params[0]) for others in params)
+    expected, report = one_process(small, 301, 60, 0.5, 2)
     start = list(LeNet(generator=torch.Generator().manual_seed(0)).parameters())
-    assert distance(results[0], expected) < 1e-6 < 1e-3 < distance(start, expected)
-    assert "of 10000)" in capfd.readouterr().out
+    assert distance(params[0], expected) < 1e-6 < 1e-3 < distance(start, expected)
+    out, bars = capsys.readouterr()
+    assert f"[rank 0] {report}, " in out
+    assert out.count("epoch") == 2  # a line for each, of rank 0
+    assert bars.startswith("[rank 0] \repoch 1/2:   0%") and bars.count("[rank ") == 1
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_bits(tmp_path):
-    options = "--examples", "700", "--batch-size", "100", "--epochs", "2", "--every", "2"
-    whole = run(2, tmp_path, *options)[0]
-    for stop_after in (2, 4, 5):  # in the first epoch, at its end, in the second
-        with pytest.raises(RankError, match="KeyboardInterrupt"):
-            run(2, tmp_path, *options, stop_after=stop_after)
-        _, info = load_checkpoint(tmp_path / "net.safetensors")
-        assert (info["epoch"], info["batch"]) == {2: (0, 4), 4: (1, 0), 5: (1, 2)}[stop_after]
-        resumed = run(2, tmp_path, *options, "--resume")[0]
-        assert all(torch.equal(x, y) for x, y in zip(whole, resumed, strict=True))
+def test_a_run_that_was_stopped_ends_with_the_same_bits(small, tmp_path, capsys):
+    options = "--examples=600", "--batch-size=100", "--epochs=2", "--every=2"
+    # after so many saves: two in the first epoch, one at its end, one in the second
+    places = {1: (0, 2), 2: (0, 4), 3: (1, 0), 4: (1, 2)}
+    command = {n: (f"--checkpoint={tmp_path / str(n)}", *options) for n in (0, *places)}
+    first, second = run(2, small, *command.values(), stops=list(command))
+    assert first[1:] == second[1:] == ["KeyboardInterrupt: "] * 4
+    for n, place_of_stop in places.items():
+        _, info = load_checkpoint(tmp_path / str(n))
+        assert (info["epoch"], info["batch"]) == place_of_stop
+    epoch_1, epoch_2, *_ = reports(capsys)
+    # the first one is stopped once more, where the second one was, and goes on again
+    resumed = {n: (*command[n], "--resume") for n in places}
+    assert run(2, small, resumed[1], stops=[1]) == [["KeyboardInterrupt: "]] * 2
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+    for outcomes in run(2, small, *resumed.values()):
+        assert all(same(params, first[0]) for params in outcomes)
+    assert reports(capsys) == [epoch_1, epoch_2] * 2 + [epoch_2] * 2
 
 
-def test_a_run_does_not_go_on_as_another(tmp_path):
-    options = "--examples", "64", "--batch-size", "32", "--epochs", "1"
-    run(2, tmp_path, *options)
-    with pytest.raises(RankError, match=r"of a run with lr 0\.2, and this one has 0\.3"):
-        run(2, tmp_path, *options, "--lr", "0.3", "--resume")
-    (tmp_path / "net.safetensors").unlink()
-    with pytest.raises(RankError, match=CheckpointError.__name__) as raised:
-        run(2, tmp_path, *options, "--resume")
-    assert raised.value.rank in (0, 1)
+def reports(capsys):
+    """What was reported of each epoch, without the seconds, which no two runs share."""
+    return re.findall(r"epoch .*\)", capsys.readouterr().out)
 
 
-def test_batches_must_be_shared_evenly(tmp_path):
-    with pytest.raises(RankError, match=r"100 cannot be shared by 3 ranks.*such as 99"):
-        run(3, tmp_path, "--batch-size", "100")
-
-
-# Under torchrun
-
-
-def command(*words, env=None, timeout=100):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    return subprocess.run(
-        [sys.executable, "-m", *words],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=env,
-        cwd=ROOT,
+def test_a_run_does_not_go_on_as_another(small, tmp_path):
+    options = "--examples=64", "--batch-size=32", "--epochs=1"
+    path, missing = tmp_path / "net", tmp_path / "missing"
+    first, second = run(
+        2,
+        small,
+        (f"--checkpoint={path}", *options),
+        (f"--checkpoint={path}", *options, "--lr=0.3", "--resume"),
+        (f"--checkpoint={missing}", *options, "--resume"),
     )
+    assert f"ValueError: {path} is of a run with lr 0.2, and this one has 0.3" in first[1]
+    assert f"CheckpointError: {missing}: " in first[2]
+    assert second[1] == second[2]
+    assert "CheckpointError: rank 0 could not resume" in second[1]
 
 
-def test_torchrun_trains_saves_and_resumes(tmp_path):
-    path = tmp_path / "net.safetensors"
-    torchrun = "torch.distributed.run", "--standalone", "--nproc_per_node=2"
-    script = "-m", "d2lpar.train_ddp", "--examples=512", "--checkpoint", str(path)
-    done = command(*torchrun, *script, "--epochs=1")
+def test_batches_must_be_shared_evenly(small):
+    for outcomes in run(3, small, ("--batch-size=100",)):
+        assert "100 cannot be shared by 3 ranks: take a multiple, such as 99" in outcomes[0]
+
+
+# The script itself
+
+
+def torchrun(*options):
+    words = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+    # OMP_NUM_THREADS: as in launch; TQDM_MININTERVAL: each step of the bar is shown
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "0"}
+    command = [sys.executable, *words, "-m", "d2lpar.train_ddp", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_torchrun_trains_saves_and_resumes(small, tmp_path):
+    path, other = tmp_path / "net", tmp_path / "other"
+    done = torchrun("--examples=512", f"--checkpoint={path}", "--epochs=1")
     assert done.stdout.count("epoch  1/1: loss 2.30") == 1, done.stdout
-    assert "epoch 1/1: 100%" in done.stderr or "epoch 1/1:" in done.stderr
-    once = run(2, tmp_path / ".", "--examples", "512", "--epochs", "2", "--resume")[0]
+    assert "of 10000)" in done.stdout
+    bars = re.findall(r"^epoch 1/1: +(\d+)%.*?(\d)/2 ", done.stderr, re.MULTILINE)
+    assert bars == [("0", "0"), ("50", "1"), ("100", "2")], done.stderr  # not those of two ranks
+    half = load_checkpoint(path)
+    done = torchrun("--examples=512", f"--checkpoint={path}", "--epochs=2", "--resume")
+    assert "epoch  2/2" in done.stdout and "epoch  1/2" not in done.stdout
+    run(2, small, ("--examples=512", f"--checkpoint={other}", "--epochs=2"))
     tensors, info = load_checkpoint(path)
-    assert (info["epoch"], info["world_size"]) == (2, 2)
-    saved = [tensors[f"params.{i}"] for i in range(8)]
-    assert all(torch.equal(x, y) for x, y in zip(once, saved, strict=True))
+    expected, expected_info = load_checkpoint(other)
+    assert info == expected_info and info["epoch"] == 2
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert not torch.equal(tensors["params.0"], half[0]["params.0"])
 
 
-def test_without_torchrun_the_script_says_what_is_missing(tmp_path):
-    env = dict.fromkeys(HERE, "")
-    done = command("d2lpar.train_ddp", env=env)
-    assert done.returncode == 1
-    assert done.stderr.startswith("d2lpar.train_ddp: not set: RANK, LOCAL_RANK, WORLD_SIZE")
-    assert done.stderr.count("\n") == 1
+def test_without_torchrun_the_script_says_what_is_missing(monkeypatch):
+    for name in HERE:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as stopped:  # which prints the text and exits with 1
+        main([])
+    assert stopped.value.code.startswith("d2lpar.train_ddp: not set: RANK, LOCAL_RANK, WORLD_SIZE")
+    assert "\n" not in stopped.value.code
 
 
-def test_a_missing_folder_is_named_before_anything_starts(tmp_path):
-    done = command("d2lpar.train_ddp", "--checkpoint", str(tmp_path / "no" / "x"), env=HERE)
-    assert (done.returncode, "there is no folder no" in done.stderr) == (1, True)
+def test_a_missing_folder_is_named_before_anything_starts(monkeypatch, tmp_path):
+    for name, value in HERE.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="there is no folder no"):
+        main(["--checkpoint", str(tmp_path / "no" / "x"), "--timeout=1"])
