@@ -1,18 +1,23 @@
 """Collectives between processes: ours over lanes and over gloo's messages, against torch's.
 
 Every call is timed on every rank, from a common barrier to the moment when the slowest rank is
-done. The bus bandwidth is that of nccl-tests: 2(k - 1)/k of the tensor's bytes a second.
+done. The bus bandwidth is that of nccl-tests: 2(k - 1)/k of the tensor's bytes a second. From the
+last table the threshold of ``ranks.choose`` was read. Arguments: numbers of ranks, else 2 and 4.
 """
 
 import math
+import sys
 from statistics import median
 
 from timing import copy_bandwidth, quartiles
 
 from d2lpar import launch
 from d2lpar.devices import hardware
+from d2lpar.ranks import choose
+from d2lpar.schedules import direct, halving_doubling, recursive_doubling, ring, star, tree
 
 SIZES = [10**3 * 4**i for i in range(8)] + [64 * 10**6]  # 1 kB to 64 MB
+SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)
 CHECKED = "dist.all_reduce, DETAIL"  # torch's own check
 # (contender, base): goals for the geometric mean of the ratios over sizes, and for the worst one
 GOALS = {
@@ -22,11 +27,8 @@ GOALS = {
 }
 
 
-def measure(rank: int, world_size: int, sizes: list[int]) -> dict:
-    """Return, for each size and contender, the seconds of each round: the slowest rank's."""
-    import random
-    import time
-
+def measure(rank: int, world_size: int, sizes: list[int]) -> tuple[dict, dict]:
+    """Return the seconds of each contender by size, and of each schedule by transport and size."""
     import torch
     import torch.distributed as dist
 
@@ -37,7 +39,8 @@ def measure(rank: int, world_size: int, sizes: list[int]) -> dict:
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # the groups that are made now check
     checked = dist.new_group()
     dist.set_debug_level(dist.DebugLevel.OFF)
-    results = {}
+    groups = {"lanes": lanes, "messages": messages}
+    results, by_schedule = {}, {}
     for nbytes in sizes:
         tensor = torch.zeros(nbytes // 4)
         contenders = {
@@ -47,21 +50,40 @@ def measure(rank: int, world_size: int, sizes: list[int]) -> dict:
             "messages": lambda t=tensor: ranks.allreduce(t, group=messages, check=False),
             "messages, checked": lambda t=tensor: ranks.allreduce(t, group=messages),
         }
-        rounds = 60 if nbytes < 10**6 else 20 if nbytes < 2 * 10**7 else 8
-        seconds = {name: [] for name in contenders}
-        order = random.Random(0)  # the same on all ranks
-        for i in range(rounds + 3):
-            for name in order.sample(list(contenders), len(contenders)):
-                dist.barrier()
-                ranks.barrier()
-                begin = time.perf_counter()
-                contenders[name]()
-                if i >= 3:
-                    seconds[name].append(time.perf_counter() - begin)
-        times = torch.tensor([list(seconds.values())], dtype=torch.float64)
-        slowest = ranks.all_gather(times).amax(dim=0)
-        results[nbytes] = dict(zip(seconds, slowest.tolist(), strict=True))
-    return results
+        results[nbytes] = slowest_rank(contenders, nbytes)
+        for way, group in groups.items():
+            calls = {
+                s.__name__: lambda t=tensor, s=s, g=group: ranks.allreduce(t, s, "sum", g, False)
+                for s in SCHEDULES
+            }
+            by_schedule[way, nbytes] = slowest_rank(calls, nbytes)
+    return results, by_schedule
+
+
+def slowest_rank(contenders: dict, nbytes: int) -> dict[str, list[float]]:
+    """Return the seconds of each round, those of the slowest rank: what a rank calls."""
+    import random
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from d2lpar import ranks
+
+    rounds = 60 if nbytes < 10**6 else 20 if nbytes < 2 * 10**7 else 8
+    seconds = {name: [] for name in contenders}
+    order = random.Random(0)  # the same on all ranks
+    for i in range(rounds + 3):
+        for name in order.sample(list(contenders), len(contenders)):
+            dist.barrier()
+            ranks.barrier()
+            begin = time.perf_counter()
+            contenders[name]()
+            if i >= 3:
+                seconds[name].append(time.perf_counter() - begin)
+    times = torch.tensor([list(seconds.values())], dtype=torch.float64)
+    slowest = ranks.all_gather(times).amax(dim=0)
+    return dict(zip(seconds, slowest.tolist(), strict=True))
 
 
 def print_table(world_size: int, results: dict) -> None:
@@ -86,12 +108,25 @@ def print_table(world_size: int, results: dict) -> None:
         print(f"  geometric mean {mean:.2f}  goal <= {goal};  worst {max(middles):.2f}{worst}")
 
 
+def print_crossovers(world_size: int, by_schedule: dict) -> None:
+    """Print each schedule's median, the fastest, and how much slower is what ``choose`` takes."""
+    print("schedules, us: " + ", ".join(s.__name__ for s in SCHEDULES))
+    for (way, nbytes), seconds in by_schedule.items():
+        medians = {name: 1e6 * median(times) for name, times in seconds.items()}
+        best, taken = min(medians, key=medians.get), choose(nbytes, world_size).__name__
+        row = "".join(f"{us:8.0f}" for us in medians.values())
+        ratio = medians[taken] / medians[best]
+        print(f"  {way:8}  {nbytes:9}  {row}  fastest {best}; choose takes {taken}: {ratio:.2f}")
+
+
 def main():
     bandwidth = copy_bandwidth(64 * 10**6) / 1e9
     print(f"{hardware()}; copy bandwidth {bandwidth:.1f} GB/s, read and written")
-    for k in (2, 4):
+    for k in map(int, sys.argv[1:] or (2, 4)):
+        results, by_schedule = launch(measure, k, SIZES, timeout=500)[0]
         print(f"\n{k} ranks, medians and bus bandwidths")
-        print_table(k, launch(measure, k, SIZES, timeout=500)[0])
+        print_table(k, results)
+        print_crossovers(k, by_schedule)
 
 
 if __name__ == "__main__":

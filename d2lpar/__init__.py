@@ -20,7 +20,7 @@ from .launcher import RankError, launch
 from .network import init_params, lenet, loss, sgd
 from .ranks import MismatchError, PeerError
 from .sampler import DistributedSampler
-from .schedules import Move, direct, halving_doubling, ring, star, tree
+from .schedules import Move, direct, halving_doubling, recursive_doubling, ring, star, tree
 from .training import (
     History,
     accuracy,

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from .devices import move
-from .schedules import Schedule, check_moves, num_chunks, ring, star, tree_broadcast
+from .schedules import Schedule, check_moves, num_chunks, one_by_one, ring, star, tree_broadcast
 
 OPS = ("sum", "mean", "max", "min", "product")
 
@@ -57,7 +57,8 @@ def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str =
     steps = schedule(len(data))
     check_moves(steps, len(data))
     flats = [flatten(tensor, widen=True) for tensor in data]
-    run_schedule(steps, flats, bounds_of(flats[0].tensor_split(num_chunks(steps))), op)
+    bounds = bounds_of(flats[0].tensor_split(num_chunks(steps)))
+    run_schedule(map(one_by_one, steps), flats, bounds, op)
     divide(flats, op, len(data))
     put_back(data, flats)
 
@@ -115,7 +116,10 @@ def broadcast(data: Sequence[torch.Tensor], src: int = 0) -> None:
 def run_schedule(
     steps, flats: list[torch.Tensor], bounds: Sequence[int] = (), op: str = "sum"
 ) -> None:
-    """Do every move of ``steps`` on the flat tensors: chunk c is bounds[c] to bounds[c + 1]."""
+    """Do every move of ``steps`` on the flat tensors: chunk c is bounds[c] to bounds[c + 1].
+
+    One move after the other: a step with exchanges has to come from ``one_by_one``.
+    """
     part = cache(lambda r, chunk: part_of(flats[r], chunk, bounds))  # each view is made once
     reduce_into = reducer(op)
     for step in steps:
@@ -127,15 +131,21 @@ def run_schedule(
                 part(dst, chunk).copy_(message)
 
 
-def reducer(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the function that reduces its second tensor into its first."""
-    return {
-        "sum": torch.Tensor.add_,
-        "mean": torch.Tensor.add_,  # and divide divides
-        "product": torch.Tensor.mul_,
-        "max": lambda mine, message: torch.maximum(mine, message, out=mine),
-        "min": lambda mine, message: torch.minimum(mine, message, out=mine),
+def reducer(op: str, message_first: bool = False) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return the function that reduces its second tensor, a message, into its first.
+
+    Which of the two is the first operand shows only in the sign of a zero (max, min) or of NaN.
+    """
+    function = {
+        "sum": torch.add,
+        "mean": torch.add,  # and divide divides
+        "product": torch.mul,
+        "max": torch.maximum,
+        "min": torch.minimum,
     }[op]
+    if message_first:
+        return lambda mine, message: function(message, mine, out=mine)
+    return lambda mine, message: function(mine, message, out=mine)
 
 
 def part_of(flat: torch.Tensor, chunk: int | range | None, bounds: Sequence[int]) -> torch.Tensor:
@@ -162,7 +172,6 @@ def _is_low_precision(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
-@torch.no_grad()
 def divide(flats: Sequence[torch.Tensor], op: str, k: int) -> None:
     """Divide the sum of ``k`` in place where the mean was asked for."""
     if op == "mean":
@@ -170,7 +179,6 @@ def divide(flats: Sequence[torch.Tensor], op: str, k: int) -> None:
             flat.div_(k)
 
 
-@torch.no_grad()
 def put_back(data: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
     """Copy the results into those tensors of ``data`` that the flat ones are copies of."""
     for tensor, flat in zip(data, flats, strict=True):

@@ -17,6 +17,7 @@ from .schedules import (
     direct,
     halving_doubling,
     num_chunks,
+    recursive_doubling,
     ring,
     star,
     tree,
@@ -110,8 +111,8 @@ def closed_form(
 ) -> Cost:
     """Return what ``walk`` returns, from a formula: for 100,000 participants as soon as for 4.
 
-    Takes and raises what ``walk`` does; there is a formula for star, ring, tree, direct and
-    halving_doubling, and a ValueError for any other schedule.
+    Takes and raises what ``walk`` does; there is a formula for star, ring, tree, direct,
+    halving_doubling and recursive_doubling, and a ValueError for any other schedule.
     """
     _check(k, nbytes, alpha, beta, itemsize)
     formulas = {
@@ -120,6 +121,7 @@ def closed_form(
         tree: _tree,
         direct: _direct,
         halving_doubling: _halving_doubling,
+        recursive_doubling: _recursive_doubling,
     }
     if schedule not in formulas:
         name = getattr(schedule, "__name__", repr(schedule))
@@ -176,6 +178,14 @@ def _halving_doubling(k: int, n: int, alpha: float, beta: float, itemsize: int) 
         seconds += 2 * (alpha + n * beta)
     steps = 2 * (p.bit_length() - 1) + 2 * (k > p)
     return Cost(steps, tuple(amounts), tuple(amounts), n, seconds)
+
+
+def _recursive_doubling(k: int, n: int, alpha: float, beta: float, itemsize: int) -> Cost:
+    rounds = k.bit_length() - 1  # floor(log2 k)
+    p = 1 << rounds
+    steps = rounds + 2 * (k > p)  # and in each step the busiest participant sends one tensor
+    amounts = [(rounds + (r + p < k)) * n for r in range(p)] + [n] * (k - p)
+    return Cost(steps, tuple(amounts), tuple(amounts), n, steps * (alpha + n * beta))
 
 
 def _messages(steps: list[list[Move]], nbytes: int, itemsize: int):

@@ -13,11 +13,10 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import permutations
+from itertools import permutations, zip_longest
 
 import torch
 
@@ -31,45 +30,54 @@ SPINS = 100  # times that a rank looks again before it sleeps
 LOOK = 0.05  # seconds after which a sleeping rank looks whether its time is up
 
 
-class Lanes(Transport):
-    """A member's ends of the lanes to and from all others.
+class _Lane:
+    """A member's end of the lane to or from a peer: what it waits for, and what it then announces.
 
-    ``semaphores[src, dst]`` is the pair (free, full) of a lane; ``slots[src, dst]`` are the offsets
-    of its slots.
+    A sender waits for free slots and announces full ones, a receiver the other way round.
     """
+
+    def __init__(self, rank: int, slots: list[int], waits_for, announces):
+        self.rank = rank  # of the peer
+        self.slots = slots  # offsets in the memory
+        self.acquire, self.release = waits_for.acquire, announces.release
+        self.turn = 0  # messages so far
+
+
+class Lanes(Transport):
+    """A member's ends of the lanes to and from all others."""
 
     def __init__(self, member: int, ranks: Sequence[int], memory: "SharedMemory", channel: int):
         super().__init__(member, ranks)
-        self.slots, self.semaphores = {}, {}
+        self.outgoing, self.incoming = {}, {}  # the lanes to and from each other member
         for i in self.others:
-            for src, dst in ((member, i), (i, member)):
-                lane = ranks[src], ranks[dst]
-                self.slots[src, dst] = memory.slots(channel, *lane)
-                self.semaphores[src, dst] = memory.semaphores[(channel, *lane)]
+            there, back = (ranks[member], ranks[i]), (ranks[i], ranks[member])
+            free, full = memory.semaphores[(channel, *there)]
+            self.outgoing[i] = _Lane(ranks[i], memory.slots(channel, *there), free, full)
+            free, full = memory.semaphores[(channel, *back)]
+            self.incoming[i] = _Lane(ranks[i], memory.slots(channel, *back), full, free)
         self.waits_for = memory.waits_for(channel)  # by rank; 0: for nobody; else rank + 1
         self.bytes, self.slot_bytes = memory.bytes, memory.slot_bytes
         self.tensor = torch.frombuffer(memory.bytes, dtype=torch.uint8)
-        self.turns = dict.fromkeys(self.slots, 0)  # messages so far, of each lane
         self.view = lru_cache(maxsize=256)(self._view)
 
     def _tell(self, note: bytes, deadline: float) -> list[bytes]:
         notes, missing = [note] * len(self.ranks), set()
-        for i in self.others:
+        for lane in self.outgoing.values():
             try:
-                offset = self._begin(self.member, i, deadline)
+                offset = self._begin(lane, deadline)
             except PeerError:  # who else?
-                missing.add(self.ranks[i])
+                missing.add(lane.rank)
                 continue
             self.bytes[offset : offset + len(note)] = note
-            self.semaphores[self.member, i][1].release()
-        for i in self.others:
+            lane.release()
+        for i, lane in self.incoming.items():
             try:
-                offset = self._begin(i, self.member, deadline)
+                offset = self._begin(lane, deadline)
             except PeerError:
-                missing.add(self.ranks[i])
+                missing.add(lane.rank)
                 continue
             notes[i] = bytes(self.bytes[offset : offset + len(note)])
-            self.semaphores[i, self.member][0].release()
+            lane.release()
         if missing:
             raise PeerError(f"{name_ranks(sorted(missing))} did not call in time", sorted(missing))
         return notes
@@ -77,47 +85,50 @@ class Lanes(Transport):
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
         # Everyone sends a piece to each before it receives one from each, so that nobody waits for
         # a slot in a circle; and one piece is reduced while the next is on its way.
-        outgoing, incoming = defaultdict(list), defaultdict(list)
-        for dst, message in sends:
-            outgoing[dst] += pieces_of(message, self.slot_bytes)
-        for src, part, into in receives:
-            incoming[src] += [(piece, into) for piece in pieces_of(part, self.slot_bytes)]
-        for i in range(max(map(len, [*outgoing.values(), *incoming.values()]), default=0)):
-            for dst, pieces in outgoing.items():
-                if i < len(pieces):
-                    offset = self._begin(self.member, dst, deadline)
-                    self.view(offset, pieces[i].numel(), pieces[i].dtype).copy_(pieces[i])
-                    self.semaphores[self.member, dst][1].release()
-            for src, pieces in incoming.items():
-                if i < len(pieces):
-                    piece, into = pieces[i]
-                    offset = self._begin(src, self.member, deadline)
-                    into(piece, self.view(offset, piece.numel(), piece.dtype))
-                    self.semaphores[src, self.member][0].release()
+        sending = self._rounds(self.outgoing, sends)
+        receiving = self._rounds(self.incoming, receives)
+        for leaving, arriving in zip_longest(sending, receiving, fillvalue=()):
+            for lane, piece in leaving:
+                slot = self._begin(lane, deadline)
+                self.view(slot, piece.numel(), piece.dtype).copy_(piece)
+                lane.release()
+            for lane, piece, into in arriving:
+                slot = self._begin(lane, deadline)
+                into(piece, self.view(slot, piece.numel(), piece.dtype))
+                lane.release()
+
+    def _rounds(self, lanes: dict[int, _Lane], moves: list) -> list[list[tuple]]:
+        """Cut all messages into pieces that fit into a slot: a round has one for each lane."""
+        rounds, turns = [], dict.fromkeys(lanes, 0)
+        for peer, message, *into in moves:
+            for piece in pieces_of(message, self.slot_bytes):
+                if turns[peer] == len(rounds):
+                    rounds.append([])
+                rounds[turns[peer]].append((lanes[peer], piece, *into))
+                turns[peer] += 1
+        return rounds
 
     def _view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.tensor[offset : offset + numel * dtype.itemsize].view(dtype)
 
-    def _begin(self, src: int, dst: int, deadline: float) -> int:
+    def _begin(self, lane: _Lane, deadline: float) -> int:
         """Wait for the lane's next slot, free for its sender or full for its receiver."""
-        lane = src, dst
-        semaphore = self.semaphores[lane][dst == self.member]
-        if not semaphore.acquire(False):
-            self._sleep(semaphore, dst if src == self.member else src, deadline)
-        turn = self.turns[lane]
-        self.turns[lane] = turn + 1
-        return self.slots[lane][turn % SLOTS]
+        if not lane.acquire(False):
+            self._sleep(lane, deadline)
+        slot = lane.slots[lane.turn % SLOTS]
+        lane.turn += 1
+        return slot
 
-    def _sleep(self, semaphore, peer: int, deadline: float) -> None:
+    def _sleep(self, lane: _Lane, deadline: float) -> None:
         for _ in range(SPINS):
             os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
-            if semaphore.acquire(False):
+            if lane.acquire(False):
                 return
         me = self.ranks[self.member]
-        self.waits_for[me] = self.ranks[peer] + 1
-        while not semaphore.acquire(True, LOOK):
+        self.waits_for[me] = lane.rank + 1
+        while not lane.acquire(True, LOOK):
             if time.monotonic() > deadline:
-                raise self._missing(self.ranks[peer])  # and the table goes on to say for whom
+                raise self._missing(lane.rank)  # and the table goes on to say for whom
         self.waits_for[me] = 0
 
     def _missing(self, rank: int) -> PeerError:

@@ -6,7 +6,6 @@ does that only under TORCH_DISTRIBUTED_DEBUG=DETAIL, and without it gloo aborts 
 wrong. Notebook 05 builds this file.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -32,8 +31,9 @@ from .schedules import (
     check_moves,
     check_steps,
     direct,
-    halving_doubling,
+    exchanges,
     num_chunks,
+    recursive_doubling,
     ring,
     star,
     tree_broadcast,
@@ -99,7 +99,7 @@ def allreduce(
         PeerError: a rank did not call or did not answer in time, or is gone.
         ValueError: ``op`` is unknown or not defined for the dtype; ``tensor`` requires gradients
             outside ``no_grad``, or holds one place of memory twice; ``schedule`` sends and writes
-            the same chunk in one step; or there is no process group.
+            the same chunk in one step, not by an exchange; or there is no process group.
         TypeError: ``tensor`` is no tensor, or ``schedule`` no function.
     """
     member, timeout = _member_of(group, timeout)
@@ -109,11 +109,11 @@ def allreduce(
     _begin(plan, tensor, op, member, check, timeout)
     flat = _message_of(tensor, transport)
     if schedule is None:
-        schedule = choose(flat.nbytes, k, transport)
+        schedule = choose(flat.nbytes, k)
     if not callable(schedule):
         raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
-    steps, n = _own_moves(schedule, k, transport.member)
-    _run(steps, flat, _even_bounds(flat.numel(), n), reducer(op), transport, timeout)
+    steps, n = _own_moves(schedule, k, transport.member, op)
+    _run(steps, flat, _even_bounds(flat.numel(), n), transport, timeout)
     divide([flat], op, k)
     put_back([tensor], [flat])
 
@@ -138,8 +138,8 @@ def reduce_scatter(
     k, me = len(transport.ranks), transport.member
     flat = _message_of(tensor, transport)
     bounds = bounds_of(torch.atleast_1d(tensor.detach()).tensor_split(k))
-    steps, _ = _own_moves(ring, k, me)
-    _run(steps[: k - 1], flat, bounds, reducer(op), transport, timeout)
+    steps, _ = _own_moves(ring, k, me, op)
+    _run(steps[: k - 1], flat, bounds, transport, timeout)
     divide([part_of(flat, me, bounds)], op, k)
     put_back([tensor], [flat])
     return torch.atleast_1d(tensor.detach()).tensor_split(k)[me]
@@ -165,8 +165,8 @@ def all_gather(
     bounds = [0, *accumulate(n * shard.shape[1:].numel() for n in rows)]
     flat = shard.new_empty(bounds[-1], device=transport.device)
     part_of(flat, me, bounds).copy_(shard.reshape(-1))
-    steps, _ = _own_moves(ring, k, me)
-    _run(steps[k - 1 :], flat, bounds, take, transport, timeout)
+    steps, _ = _own_moves(ring, k, me, "sum")
+    _run(steps[k - 1 :], flat, bounds, transport, timeout)
     return flat.reshape(sum(rows), *shard.shape[1:]).to(shard.device)
 
 
@@ -191,8 +191,8 @@ def broadcast(
     k = len(transport.ranks)
     flat = _message_of(tensor, transport, widen=False)
     root = transport.ranks.index(src)
-    steps, _ = _own_moves(tree_broadcast, k, transport.member, root)
-    _run(steps, flat, [], take, transport, timeout)
+    steps, _ = _own_moves(tree_broadcast, k, transport.member, "sum", root)
+    _run(steps, flat, [], transport, timeout)
     put_back([tensor], [flat])
 
 
@@ -203,16 +203,20 @@ def barrier(group: dist.ProcessGroup | None = None, timeout: float | None = None
     agree(member.transport, member.calls, "barrier", 0, timeout)
 
 
-def choose(nbytes: int, k: int, transport: Transport) -> Schedule:
-    """Return a schedule for ``nbytes`` bytes on ``k`` ranks.
+def choose(nbytes: int, k: int) -> Schedule:
+    """Return the fastest schedule for ``nbytes`` bytes on ``k`` ranks, or nearly the fastest.
 
-    Few steps win for small messages, where each one costs a wait, and few bytes for large ones.
+    Two ranks exchange whole tensors: in one step they send as much as otherwise in two. More ranks
+    send few messages as long as a message costs more than its bytes, and few bytes after that.
+
+    Measured on 2 cores of an AMD EPYC. With 3, 4 and 8 ranks star and direct cross between 1 and
+    4 MB, over lanes as over gloo's messages. Two ranks lose up to a quarter to the star where they
+    send messages of 4 MB and more. More cores, or a network, will differ: for each size
+    ``benchmarks/bench_ranks.py`` prints how much slower this choice is than the fastest.
     """
-    if isinstance(transport, Lanes):
-        return star if nbytes <= 16 * 2**10 else direct
-    if nbytes <= 64 * 2**10:
-        return star if k <= 4 else halving_doubling
-    return direct if k <= 8 else ring
+    if k == 2:
+        return recursive_doubling
+    return star if nbytes <= 2 * 2**20 else direct
 
 
 def use_lanes(memory: SharedMemory, timeout: float) -> None:
@@ -238,25 +242,28 @@ def use_messages(group: dist.ProcessGroup | None = None) -> None:
 
 
 class _Step(NamedTuple):
-    """A member's own moves of one step: (destination, chunk), (source, chunk, reduce)."""
+    """A member's own moves of one step: (destination, chunk), (source, chunk, into)."""
 
     sends: list[tuple]
     receives: list[tuple]
 
 
 @lru_cache(maxsize=1024)
-def _own_moves(schedule: Callable, k: int, member: int, *args) -> tuple[list[_Step], int]:
+def _own_moves(schedule, k: int, member: int, op: str, *args) -> tuple[list[_Step], int]:
     """Return the moves of one member, step by step, and into how many chunks the tensor is cut."""
     steps = schedule(k, *args)
     check_moves(steps, k)
     check_steps(steps)
-    own = [
-        _Step(
-            [(m.dst, m.chunk) for m in step if m.src == member],
-            [(m.src, m.chunk, m.reduce) for m in step if m.dst == member],
-        )
-        for step in steps
-    ]
+    own = []
+    for step in steps:
+        exchanged = exchanges(step)
+        sends = [(m.dst, m.chunk) for m in step if m.src == member]
+        receives = [
+            (m.src, m.chunk, reducer(op, m in exchanged and m.src < member) if m.reduce else take)
+            for m in step
+            if m.dst == member
+        ]
+        own.append(_Step(sends, receives))
     return own, num_chunks(steps)
 
 
@@ -267,16 +274,12 @@ def _even_bounds(numel: int, n: int) -> list[int]:
     return [i * each + min(i, larger) for i in range(n + 1)]
 
 
-@torch.no_grad()
-def _run(steps: list, flat: torch.Tensor, bounds: list, reduce_into, transport, timeout) -> None:
+def _run(steps: list[_Step], flat: torch.Tensor, bounds: list, transport, timeout) -> None:
     """Make all the moves of ``steps`` on ``flat``: chunk c is bounds[c] to bounds[c + 1]."""
     for sends, receives in steps:
         transport.exchange(
             [Send(dst, part_of(flat, chunk, bounds)) for dst, chunk in sends],
-            [
-                Receive(src, part_of(flat, chunk, bounds), reduce_into if reduces else take)
-                for src, chunk, reduces in receives
-            ],
+            [Receive(src, part_of(flat, chunk, bounds), into) for src, chunk, into in receives],
             timeout,
         )
 
@@ -307,14 +310,15 @@ def _member_of(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is no member of the group")
     group = group or dist.group.WORLD
-    known = _members.get(group) or _members.get(dist.group.WORLD)
+    member = _members.get(group)
+    known = member or _members.get(dist.group.WORLD)
     if timeout is None:
         timeout = known.timeout if known else TIMEOUT
-    if not isinstance(timeout, int | float) or not timeout > 0:
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
-    if group not in _members:
-        _members[group] = _join(group, timeout)
-    return _members[group], timeout
+    if not member:
+        member = _members[group] = _join(group, timeout)
+    return member, timeout
 
 
 def _join(group: dist.ProcessGroup, timeout: float) -> _Member:

@@ -6,11 +6,12 @@ other; the moves of one step happen at the same time. The same list is run on te
 
 Notebook 03 builds this file. Sources: the ring is Patarasu and Yuan, "Bandwidth optimal
 all-reduce algorithms for clusters of workstations" (2009); halving and doubling is Rabenseifner,
-"Optimization of collective reduction operations" (2004); the tree is the binomial tree of
-Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH"
-(2005).
+"Optimization of collective reduction operations" (2004); the binomial tree and recursive doubling
+are described by Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+operations in MPICH" (2005).
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -102,6 +103,22 @@ def halving_doubling(k: int) -> list[list[Move]]:
     return [step for step in steps if step]
 
 
+def recursive_doubling(k: int) -> list[list[Move]]:
+    """Partners exchange whole tensors, and both add; then pairs of partners do, and so on.
+
+    For a power of two: log2 k steps, half as many as in the tree, in each of which everyone sends
+    the whole tensor. Otherwise two more for those beyond it, as in ``halving_doubling``.
+    """
+    p = 1 << (k.bit_length() - 1)
+    fold = [Move(r, r - p, None, True) for r in range(p, k)]
+    unfold = [Move(r - p, r, None, False) for r in range(p, k)]
+    doubling, m = [], 1
+    while m < p:
+        doubling.append([Move(r, r ^ m, None, True) for r in range(p)])
+        m *= 2
+    return [step for step in [fold, *doubling, unfold] if step]
+
+
 def tree_broadcast(k: int, src: int = 0) -> list[list[Move]]:
     """The second half of ``tree``, with the participants renumbered so that ``src`` is the root."""
     steps = tree(k)
@@ -139,21 +156,50 @@ def check_moves(steps: list[list[Move]], k: int) -> None:
                 raise ValueError(f"{m} names no chunk: a number from 0, a range of them, or None")
 
 
+def exchanges(step: list[Move]) -> set[Move]:
+    """Return the moves of a step by which two participants send each other a chunk, to reduce it.
+
+    Both compute the same: the chunk of the lower participant is the first operand, that of the
+    higher one the second.
+    """
+    moves = set(step)
+    return {m for m in step if m.reduce and (m.dst, m.src, m.chunk, True) in moves}
+
+
+def one_by_one(step: list[Move]) -> list[Move]:
+    """Return the moves of a step for an executor that makes them one after the other.
+
+    Of two that exchange a chunk, the lower reduces, and then the higher takes the result.
+    """
+    second = {m for m in exchanges(step) if m.src < m.dst}
+    return [m for m in step if m not in second] + [m._replace(reduce=False) for m in second]
+
+
 def check_steps(steps: list[list[Move]]) -> None:
-    """Check that nobody's chunk is both sent and written in one step.
+    """Check that nobody's chunk is both sent and written in one step, except by an exchange.
+
+    Two that exchange a chunk send each other nothing else in the step.
 
     Raises:
         ValueError: naming step, participant and chunk.
     """
     n = num_chunks(steps)
     for number, step in enumerate(steps, start=1):
-        sent = {(m.src, c) for m in step for c in chunks_of(m, n)}
-        written = {(m.dst, c) for m in step for c in chunks_of(m, n)}
-        for participant, chunk in sent & written:
-            raise ValueError(
-                f"in step {number} participant {participant} sends chunk {chunk} while it is "
-                "overwritten"
-            )
+        sent = Counter((m.src, c) for m in step for c in chunks_of(m, n))
+        written = Counter((m.dst, c) for m in step for c in chunks_of(m, n))
+        messages = Counter((m.src, m.dst) for m in step)
+        exchanged = {
+            (m.dst, c)
+            for m in exchanges(step)
+            if messages[m.src, m.dst] == messages[m.dst, m.src] == 1
+            for c in chunks_of(m, n)
+        }
+        for place in sent.keys() & written.keys():
+            if place not in exchanged or sent[place] + written[place] > 2:
+                raise ValueError(
+                    f"in step {number} participant {place[0]} sends chunk {place[1]} while it is "
+                    "overwritten"
+                )
 
 
 def holdings(steps: list[list[Move]], k: int) -> list[list[list[tuple[int, ...]]]]:
@@ -183,8 +229,8 @@ def verify_allreduce(schedule: Schedule, k: int) -> None:
 
     Raises:
         ValueError: it does not, and who holds what instead; or a move is not between two of the
-            participants; or a chunk is sent and overwritten in one step, so that the outcome would
-            hang on which comes first.
+            participants; or a chunk is sent and overwritten in one step by other moves than an
+            exchange, so that the outcome would hang on which comes first.
     """
     steps = schedule(k)
     check_steps(steps)

@@ -7,8 +7,10 @@ machines; ``lanes`` has another one, for ranks that share a memory. Notebook 05 
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from .devices import record_message
 
-PIECE_BYTES = 2**20  # over messages a chunk travels in pieces, and one is reduced as others come
+PIECE_BYTES = 2**22  # over messages a chunk travels in pieces, and one is reduced as others come
 ALIGNMENT = 64  # bytes: a message may begin at any multiple of it, whatever its dtype
 
 take = torch.Tensor.copy_  # what a receiver does with a message that it does not reduce
@@ -73,7 +75,8 @@ class Transport:
     def exchange(self, sends: list[Send], receives: list[Receive], timeout: float) -> None:
         """Make the moves of one step; return when the parts are written and the messages sent.
 
-        Nothing may be received where a message lies that is sent in the same step.
+        Where a message lies that is sent in the same step, nothing may be received but another one
+        of the same length from the same member, to be reduced: an exchange of the two.
 
         Raises:
             PeerError: naming the rank that did not do its part within ``timeout`` seconds.
@@ -135,12 +138,16 @@ class Messages(Transport):
         if self.device.type == "cuda":  # one piece of work for all
             self._wait(works, deadline)
             sent, received = [], [None] * len(arrivals)
+        leaving = defaultdict(list)  # what has to be sent from a place before it may be written
+        for operation, work in zip(outgoing, sent, strict=False):  # none over NCCL
+            leaving[operation.tensor.data_ptr()].append(work)
         for work, (operation, place, into) in zip(received, arrivals, strict=True):
             if work:
                 self._wait([work], deadline)
             if into is not take:
+                self._wait(leaving.pop(place.data_ptr(), []), deadline)
                 into(place, operation.tensor)
-        self._wait(sent, deadline)
+        self._wait(list(chain(*leaving.values())), deadline)
 
     def _landings(self, receives: list[Receive]) -> list[torch.Tensor]:
         """Return where each message arrives: in its place, or beside it if it is to be reduced.

@@ -17,9 +17,9 @@ from d2lpar import (
     ring_allreduce,
 )
 from d2lpar.collectives import OPS
-from d2lpar.schedules import Move, direct, halving_doubling, ring, star, tree
+from d2lpar.schedules import Move, direct, halving_doubling, recursive_doubling, ring, star, tree
 
-SCHEDULES = (star, ring, tree, direct, halving_doubling)
+SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)
 KS = (1, 2, 3, 4, 8)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from d2lpar import allreduce, cost, count_bytes
-from d2lpar.schedules import direct, halving_doubling, ring, star, tree
+from d2lpar.schedules import direct, halving_doubling, recursive_doubling, ring, star, tree
 
-SCHEDULES = (star, ring, tree, direct, halving_doubling)
+SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -41,6 +41,7 @@ def test_a_step_takes_as_long_as_its_busiest_participant():
     assert seconds[tree] == pytest.approx(4 * 5)
     assert seconds[direct] == pytest.approx(2 * 3 * 2)
     assert seconds[halving_doubling] == pytest.approx(2 * (3 + 2))
+    assert seconds[recursive_doubling] == pytest.approx(2 * 5)
 
 
 def test_ring_bytes_hardly_grow_with_k_and_star_bytes_do():

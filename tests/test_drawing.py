@@ -4,9 +4,18 @@ from pathlib import Path
 import pytest
 
 from d2lpar import drawing, plot
-from d2lpar.schedules import direct, halving_doubling, holdings, ring, star, tree, tree_broadcast
+from d2lpar.schedules import (
+    direct,
+    halving_doubling,
+    holdings,
+    recursive_doubling,
+    ring,
+    star,
+    tree,
+    tree_broadcast,
+)
 
-SCHEDULES = [star, ring, tree, direct, halving_doubling]
+SCHEDULES = [star, ring, tree, direct, halving_doubling, recursive_doubling]
 SVG = "{http://www.w3.org/2000/svg}"
 
 

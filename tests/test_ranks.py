@@ -1,5 +1,6 @@
 """Collectives between real ranks: right to the last bit, and loud when the ranks disagree."""
 
+import math
 import os
 import signal
 import sys
@@ -18,12 +19,12 @@ from d2lpar import cost, launcher, ranks
 from d2lpar.collectives import OPS
 from d2lpar.devices import count_bytes
 from d2lpar.launcher import RankError, launch
-from d2lpar.schedules import Move, direct, halving_doubling, ring, star, tree
+from d2lpar.schedules import Move, direct, halving_doubling, recursive_doubling, ring, star, tree
 
 # The helpers below travel by value, as what is defined in a test does: no rank imports this file.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SCHEDULES = (star, ring, tree, direct, halving_doubling)
+SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
 DTYPES = FLOATS + INTEGERS
@@ -118,7 +119,7 @@ def test_allreduce_has_the_bits_of_the_list_form(k, way):
             ranks.allreduce(mine, schedule, op, group, check=n % 2 == 0)
             data = [values(r, shape, dtype) for r in range(k)]
             nbytes = lists.flatten(data[0], widen=True).nbytes
-            chosen = schedule or ranks.choose(nbytes, k, ranks._members[group].transport)
+            chosen = schedule or ranks.choose(nbytes, k)
             lists.allreduce(data, chosen, op)
             what = f"{schedule} {op} {dtype} {shape}"
             compare(complaints, digest, what, mine, data[rank])
@@ -128,16 +129,37 @@ def test_allreduce_has_the_bits_of_the_list_form(k, way):
 
 
 @both
+@pytest.mark.parametrize("k", [2, 3, 4, 5])
+def test_signs_of_zero_and_nan_are_the_same_on_all_ranks(k, way):
+    def check(rank, k, way):
+        group = group_for(way)
+        complaints, digest = [], blake2b()
+        special = torch.tensor([0.0, -0.0, math.nan, -math.nan])
+        for numel in (1, 4, 33, 300_001):  # in one vector, in several, in several pieces
+            data = [special.repeat(2 + numel // 4)[r : r + numel].clone() for r in range(k)]
+            for schedule in SCHEDULES:
+                for op in ("sum", "product", "max", "min"):
+                    mine, copies = data[rank].clone(), [d.clone() for d in data]
+                    ranks.allreduce(mine, schedule, op, group)
+                    digest.update(raw(mine))
+                    lists.allreduce(copies, schedule, op)
+                    if {raw(copy) for copy in copies} != {raw(mine)}:
+                        complaints.append(f"{schedule.__name__} {op} {numel}: the list differs")
+        return complaints, digest.digest()
+
+    nobody_complains(launch(check, k, way))
+
+
+@both
 def test_large_tensors_have_the_bits_of_the_list_form(way):
     def check(rank, k, way):
         group = group_for(way)
         complaints, digest = [], blake2b()
-        for schedule in (None, ring, halving_doubling):
+        for schedule in (None, ring, halving_doubling, recursive_doubling):
             mine = values(rank, (1_000_003,), torch.float32)
             ranks.allreduce(mine, schedule, "mean", group)
             data = [values(r, (1_000_003,), torch.float32) for r in range(k)]
-            nbytes = 4 * 1_000_003
-            chosen = schedule or ranks.choose(nbytes, k, ranks._members[group].transport)
+            chosen = schedule or ranks.choose(4 * 1_000_003, k)
             lists.allreduce(data, chosen, "mean")
             digest.update(raw(mine))
             if not torch.equal(mine, data[rank]):
@@ -233,12 +255,7 @@ def test_any_layout_is_right_and_its_neighbours_stay(way, layouts):
                 for schedule in (None, ring, halving_doubling):
                     same = partial(
                         lists.allreduce,
-                        schedule=schedule
-                        or ranks.choose(
-                            lists.flatten(data[0], True).nbytes,
-                            k,
-                            ranks._member_of(group, None)[0].transport,
-                        ),
+                        schedule=schedule or ranks.choose(lists.flatten(data[0], True).nbytes, k),
                     )
                     calls.append((ranks.allreduce, same, {"schedule": schedule}))
                 for call, same, options in calls:
@@ -804,7 +821,7 @@ def test_an_endless_timeout(way):
 @both
 def test_a_schedule_that_sends_what_it_overwrites_is_refused(way):
     def swap(k):
-        return [[Move(r, 1 - r, None, True) for r in range(2)]]
+        return [[Move(r, 1 - r, None, False) for r in range(2)]]
 
     def check(rank, k, way):
         tensor = torch.arange(5.0)

@@ -7,10 +7,14 @@ import torch
 from d2lpar import allreduce, cost
 from d2lpar.schedules import (
     Move,
+    check_steps,
     direct,
+    exchanges,
     halving_doubling,
     holdings,
     num_chunks,
+    one_by_one,
+    recursive_doubling,
     ring,
     star,
     tree,
@@ -18,7 +22,7 @@ from d2lpar.schedules import (
     verify_allreduce,
 )
 
-SCHEDULES = (star, ring, tree, direct, halving_doubling)
+SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)
 
 
 def chunks_moved(steps, k):
@@ -106,6 +110,17 @@ def test_halving_doubling_takes_few_steps_and_the_rings_bytes(k):
 @pytest.mark.parametrize("k", [3, 5, 6, 7, 9, 15])
 def test_halving_doubling_adds_two_steps_where_k_is_no_power_of_two(k):
     assert len(halving_doubling(k)) == 2 * (int(log2(k)) + 1)
+
+
+@pytest.mark.parametrize("k", range(2, 18))
+def test_recursive_doubling_exchanges_whole_tensors_in_the_fewest_steps(k):
+    steps, p = recursive_doubling(k), 2 ** int(log2(k))
+    doubling = steps if k == p else steps[1:-1]
+    assert len(doubling) == log2(p) and len(steps) == log2(p) + 2 * (k > p)
+    assert num_chunks(steps) == 1
+    for step in doubling:
+        assert exchanges(step) == set(step) and len(step) == p
+    check_steps(steps)
 
 
 @pytest.mark.parametrize("k", range(1, 10))
@@ -205,14 +220,42 @@ def test_a_move_that_cannot_be_is_an_error_that_names_it(move):
     assert all(tensor.tolist() == [1] * 4 for tensor in data)
 
 
-def test_a_chunk_must_not_be_sent_and_overwritten_in_one_step():
-    def swap(k):
-        return [[Move(0, 1, None, True), Move(1, 0, None, True)]]
-
+@pytest.mark.parametrize(
+    "step",
+    [
+        [Move(0, 1, None, False), Move(1, 0, None, False)],  # to swap is no exchange
+        [Move(0, 1, None, True), Move(1, 0, None, False)],
+        [Move(0, 1, None, True), Move(1, 2, None, True)],
+        [Move(0, 1, 0, True), Move(1, 0, None, True)],  # not the same chunk
+        [Move(0, 1, None, True), Move(1, 0, None, True), Move(2, 0, None, True)],
+        [Move(0, 1, None, True), Move(1, 0, None, True), Move(0, 2, None, True)],
+        [Move(0, 1, 0, True), Move(1, 0, 0, True), Move(0, 1, 1, True)],
+        [Move(0, 1, 0, True), Move(1, 0, 0, True), Move(2, 0, range(2), True)],
+        [Move(a, b, None, True) for a in range(3) for b in range(3) if a != b],
+    ],
+)
+def test_a_chunk_must_not_be_sent_and_overwritten_in_one_step_but_by_an_exchange(step):
     with pytest.raises(
-        ValueError, match=r"in step 1 participant \d sends chunk 0 while it is over"
+        ValueError, match=r"in step 2 participant \d sends chunk [01] while it is over"
     ):
-        verify_allreduce(swap, 2)
+        verify_allreduce(lambda k: [[Move(0, 1, None, True)], step], 3)
+
+
+def test_an_exchange_is_two_moves_of_one_chunk_that_both_reduce():
+    swap = [Move(0, 1, range(2), True), Move(1, 0, range(2), True)]
+    aside = [Move(0, 2, 2, True), Move(1, 2, 3, False)]
+    assert exchanges(swap + aside) == set(swap)
+    assert exchanges(aside) == exchanges([]) == set()
+    check_steps([swap + aside])
+
+
+def test_one_by_one_the_lower_reduces_and_the_higher_takes_the_result():
+    there, back, other = Move(0, 1, None, True), Move(1, 0, None, True), Move(2, 3, None, True)
+    for step in ([there, back, other], [other, back, there]):
+        in_turn = one_by_one(step)
+        assert in_turn.index(back) < in_turn.index(Move(0, 1, None, False))
+        assert other in in_turn and len(in_turn) == 3
+    assert one_by_one(ring(4)[0]) == ring(4)[0]
 
 
 def test_the_number_of_chunks_is_one_more_than_the_largest_named():

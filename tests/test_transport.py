@@ -106,6 +106,20 @@ def test_several_messages_of_a_pair_arrive_in_order():
     assert launch(check, 2) == [[], []]
 
 
+@pytest.mark.parametrize("numel", SIZES)
+def test_partners_exchange_what_they_hold(numel):
+    def check(rank, k, numel):
+        transport = Messages(dist.group.WORLD)
+        tensor = torch.arange(float(numel)) * (rank + 1)
+        for i in range(5):  # each rank is sometimes behind
+            time.sleep(0.01 * (i % 2 == rank))
+            sends, receives = [Send(1 - rank, tensor)], [Receive(1 - rank, tensor, add)]
+            transport.exchange(sends, receives, 30)
+        return torch.equal(tensor, torch.arange(float(numel)) * 3 * 2**4)
+
+    assert launch(check, 2, numel) == [True, True]
+
+
 def test_several_sources_are_reduced_in_the_order_of_the_receives():
     def check(rank, k):
         transport = Messages(dist.group.WORLD)
