@@ -23,24 +23,30 @@ class Bucket:
         self, params: list[nn.Parameter], dtype: torch.dtype, device: torch.device, extra: int = 0
     ):
         self.params, self.dtype = params, dtype
-        self.filled = [False] * len(params)
+        self.ready: set[int] = set()  # which gradients backward has made
         sizes = [param.numel() for param in params]
         self.flat = torch.zeros(sum(sizes) + extra, dtype=dtype, device=device)
         *views, self.manifest = self.flat.split([*sizes, extra])
         self.views = [_like(view, param) for view, param in zip(views, params, strict=True)]
 
-    def fill(self, i: int, weight: float) -> None:
-        """Put the gradient of the i-th parameter, times ``weight``, into its place: one copy."""
-        grad, view = self.params[i].grad, self.views[i]
-        self.filled[i] = True
-        if grad is None or weight == 0:  # the mean over no rows is not a number
-            view.zero_()
-        elif grad.is_sparse:
-            raise ValueError("sparse gradients cannot be averaged: use Embedding(sparse=False)")
-        elif grad.dtype == view.dtype:
-            torch.mul(grad, weight, out=view)  # in place where the gradient is this view
-        else:
-            view.copy_(grad).mul_(weight)
+    @property
+    def is_full(self) -> bool:
+        """Whether backward has made all gradients."""
+        return len(self.ready) == len(self.params)
+
+    @torch.no_grad()
+    def fill(self, weight: float) -> None:
+        """Put every gradient, times ``weight``, into its place: one copy; a missing one is zero."""
+        for param, view in zip(self.params, self.views, strict=True):
+            grad = param.grad
+            if grad is None or weight == 0:  # the mean over no rows is not a number
+                view.zero_()
+            elif grad.is_sparse:
+                raise ValueError("sparse gradients cannot be averaged: use Embedding(sparse=False)")
+            elif grad.dtype == view.dtype:
+                torch.mul(grad, weight, out=view)  # in place where the gradient is this view
+            else:
+                view.copy_(grad).mul_(weight)
 
     def empty(self, i: int) -> None:
         """Let the i-th parameter have its gradient from the bucket: a view, where dtypes agree."""

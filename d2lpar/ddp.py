@@ -234,7 +234,7 @@ class DistributedDataParallel(nn.Module):
         self._futures: list[Future] = []  # of the buckets that are under way
         self._expects_end = False
         for bucket in self.buckets:
-            bucket.filled = [False] * len(bucket.params)
+            bucket.ready.clear()
 
     @property
     def _weight(self) -> float:
@@ -242,21 +242,21 @@ class DistributedDataParallel(nn.Module):
             return self._rows
         return 1 / len(self._active if self._shrinks else self.ranks)
 
-    @torch.no_grad()
     def _gradient_is_ready(self, bucket: Bucket, i: int) -> None:
         if not self._expects_end:
             self._expects_end = True
             # torch has no public way to learn that backward is over; its own one is private.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        bucket.fill(i, self._weight)
-        while len(self._futures) < len(self.buckets) and all(self._next_bucket().filled):
+        bucket.ready.add(i)
+        while len(self._futures) < len(self.buckets) and self._next_bucket().is_full:
             self._send(self._next_bucket())
 
     def _next_bucket(self) -> Bucket:
         return self.buckets[len(self._futures)]
 
     def _send(self, bucket: Bucket, absent: bool = False) -> None:
-        """Hand a bucket to the communication thread."""
+        """Fill a bucket, and hand it to the communication thread."""
+        bucket.fill(0 if absent else self._weight)
         if bucket is self.buckets[-1]:
             params = [param for b in self.buckets for param in b.params]
             used = [param.grad is not None and not absent for param in params]
@@ -274,11 +274,7 @@ class DistributedDataParallel(nn.Module):
     def _finish(self, absent: bool = False) -> None:
         """Send what is left, wait for all, and hand out the gradients, unless we are ``absent``."""
         while len(self._futures) < len(self.buckets):
-            bucket = self._next_bucket()
-            for i, filled in enumerate(bucket.filled):
-                if not filled:  # unused in this pass, or by this rank
-                    bucket.fill(i, 0 if absent else self._weight)
-            self._send(bucket, absent)
+            self._send(self._next_bucket(), absent)  # not full: some are unused on this rank
         for future in self._futures:
             future.result()
         *users, rows = self.buckets[-1].manifest.tolist()

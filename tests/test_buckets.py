@@ -83,16 +83,22 @@ def test_what_is_filled_in_comes_out(shape, dtype, weight):
     (bucket,) = make_buckets(params, 25)
     grad = torch.randn(shape).to(dtype)
     params[0].grad = grad.clone()
-    bucket.fill(1, weight)
-    assert bucket.filled == [False, True]
+    bucket.fill(weight)
     bucket.empty(1)
     assert params[0].grad.dtype == dtype and params[1].grad is None
     assert torch.equal(params[0].grad, (grad.to(bucket.dtype) * weight).to(dtype))
     assert (bucket.views[0] == 0).all() and (bucket.manifest == 0).all()
     if dtype in WIDE and grad.numel():
         assert params[0].grad.data_ptr() == bucket.views[1].data_ptr()
-        bucket.fill(1, 2)  # in place: the gradient is the view
+        bucket.fill(2)  # in place: the gradient is the view
         assert torch.equal(params[0].grad, grad * weight * 2)
+
+
+def test_bucket_is_full_when_all_are_ready():
+    (bucket,) = make_buckets(parameters(1, 2), 25)
+    for i, full in ((1, False), (1, False), (0, True)):  # a gradient may be added to twice
+        bucket.ready.add(i)
+        assert bucket.is_full == full
 
 
 def test_strides_are_the_parameters():
@@ -103,8 +109,7 @@ def test_strides_are_the_parameters():
     assert [view.stride() for view in bucket.views] == [(4, 1), (1, 4), weight.stride()]
     for param in (weight, turned):
         param.grad = torch.randn_like(param)
-    for i in range(3):
-        bucket.fill(i, 1)
+    bucket.fill(1)
     assert torch.equal(bucket.views[2], weight.grad)
     assert torch.equal(bucket.views[1], turned.grad)
 
@@ -115,11 +120,11 @@ def test_weight_0_and_no_gradient_write_zeros(dtype):
     (bucket,) = make_buckets([param], 25)
     bucket.flat.fill_(5)
     param.grad = torch.full_like(param, float("nan"))
-    bucket.fill(0, 0)
+    bucket.fill(0)
     assert (bucket.views[0] == 0).all()
     bucket.flat.fill_(5)
     param.grad = None
-    bucket.fill(0, 1)
+    bucket.fill(1)
     assert (bucket.views[0] == 0).all() and (bucket.manifest == 5).all()
 
 
@@ -128,4 +133,4 @@ def test_sparse_gradients_are_refused():
     embedding(torch.tensor([1])).sum().backward()
     (bucket,) = make_buckets([embedding.weight], 25)
     with pytest.raises(ValueError, match="sparse"):
-        bucket.fill(0, 1)
+        bucket.fill(1)
