@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .devices import record_message
 
-PIECE_BYTES = 2**22  # over messages a chunk travels in pieces, and one is reduced as others come
+PIECE_BYTES = 2**21  # over messages a chunk travels in pieces, and one is reduced as others come
 ALIGNMENT = 64  # bytes: a message may begin at any multiple of it, whatever its dtype
 
 take = torch.Tensor.copy_  # what a receiver does with a message that it does not reduce
