@@ -61,7 +61,7 @@ def _like(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def make_buckets(params: list[nn.Parameter], bucket_cap_mb: float) -> list[Bucket]:
-    """Deal ``params`` out to buckets, the last parameters first: backward begins with them."""
+    """Deal ``params``, at least one, out to buckets, the last first: backward begins with it."""
     full, begun = [], {}  # (parameters, dtype, device); by dtype and device: (parameters, bytes)
     for param in reversed(params):
         kind = (param.dtype if param.dtype in WIDE else torch.float32, param.device)
@@ -73,8 +73,4 @@ def make_buckets(params: list[nn.Parameter], bucket_cap_mb: float) -> list[Bucke
         begun[kind] = (members + [param], nbytes + size)
     full += [(members, *kind) for kind, (members, _) in begun.items()]
     manifests = [0] * (len(full) - 1) + [len(params) + 1]
-    return (
-        [Bucket(*parts, extra) for parts, extra in zip(full, manifests, strict=True)]
-        if full
-        else []
-    )
+    return [Bucket(*parts, extra) for parts, extra in zip(full, manifests, strict=True)]

@@ -202,6 +202,18 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise ValueError(f"the mean of {dtype} is no {dtype}: take the sum, or convert to float")
     if op in ("max", "min") and dtype.is_complex:
         raise ValueError(f"{op} is not defined for {dtype}: complex numbers have no order")
+    if not _can_reduce(op, torch.float32 if _is_low_precision(dtype) else dtype):
+        raise ValueError(f"torch has no {op} of {dtype}: convert to another dtype")
+
+
+@cache
+def _can_reduce(op: str, dtype: torch.dtype) -> bool:
+    nothing = torch.empty(0, dtype=dtype)
+    try:
+        reducer(op)(nothing, nothing)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _check_tensors(data: Sequence[torch.Tensor]) -> None:

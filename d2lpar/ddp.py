@@ -11,7 +11,7 @@ import contextvars
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -22,12 +22,13 @@ from torch import nn
 
 from . import ranks
 from .buckets import Bucket, make_buckets
+from .sender import Sender
 
 
 class NaiveDistributedDataParallel(nn.Module):
     """The replica of a module on one rank; call ``average_gradients`` after each backward.
 
-    Raises what ``DistributedDataParallel`` raises.
+    Raises what ``share_state`` raises.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None):
@@ -77,7 +78,8 @@ def share_state(module: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
 def _kind(tensor: torch.Tensor) -> str:
     frozen = " (frozen)" * (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{frozen}"
+    strides = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{strides}{frozen}"
 
 
 class _Plans(NamedTuple):
@@ -97,17 +99,24 @@ class DistributedDataParallel(nn.Module):
     rank has used keeps its ``.grad`` of None. A gradient is a view of its bucket, and is written
     over in the next backward pass, as with torch's ``gradient_as_bucket_view``.
 
+    Not as in torch: every backward pass through the parameters averages, also the second one of a
+    forward pass, and one of ``.module`` alone. Checkpointing needs ``use_reentrant=False``. Hooks
+    on gradients must be registered before, since a gradient may be sent as soon as it is there.
+    Copy ``.module``, not this. Each object has a process group; lanes are there for three.
+
     Args:
         module: of the same parameters and buffers on all ranks.
         group: the process group; None: all ranks.
         bucket_cap_mb: the size of a bucket in MiB; a larger parameter has one of its own.
         weight: "equal": the mean over ranks, as in torch. "rows": each rank counts by its rows
             (dimension 0 of forward's first tensor), which makes of a loss that is a mean over the
-            rank's rows the mean over all rows; the rows of several forward passes add up.
+            rank's rows the mean over all rows. The rows of several forward passes add up, also
+            those of one that has gradients enabled and then no backward pass.
 
     Raises:
         ValueError: on every rank, when the modules differ, naming the first difference; no
-            parameter requires gradients; an argument is out of range.
+            parameter requires gradients; an argument is out of range; from ``backward``, when a
+            gradient is sparse.
         MismatchError, PeerError: see ``ranks.allreduce``; from ``backward`` too.
     """
 
@@ -123,19 +132,23 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(f'weight must be "equal" or "rows", not {weight!r}')
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, not {bucket_cap_mb!r}")
-        self.module, self.group, self.weight = module, group, weight
+        self.module, self.group, self._by_rows = module, group, weight == "rows"
         share_state(module, group)
+        if len(set(ranks.all_gather(torch.tensor(self._by_rows), group).tolist())) > 1:
+            raise ValueError(f"weight is {weight!r} on this rank, but not on all")
         params = [param for param in module.parameters() if param.requires_grad]
         if not params:
             raise ValueError("no parameter of the module requires gradients: nothing to average")
         self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.buckets = make_buckets(params, bucket_cap_mb)
         self.timeline: list | None = None  # a list here is given (bucket, begin, end) in seconds
-        self._thread = ThreadPoolExecutor(1, "communication")
-        weakref.finalize(self, self._thread.shutdown, wait=False)
+        self._sender = Sender()
+        weakref.finalize(self, self._sender.stop)
         # A group of its own: the order of its messages is that of the buckets, whatever the main
         # thread sends meanwhile.
-        self._own_group = dist.new_group(self.ranks, use_local_synchronization=True)
+        self._own_group = dist.new_group(
+            self.ranks, backend=dist.get_backend(group), use_local_synchronization=True
+        )
         ranks.barrier(self._own_group)
         self.allreduce = ranks.allreduce  # what the thread calls: put a slower one here to compare
         self._syncs = self._will_sync = True  # False inside no_sync, and for its forward passes
@@ -146,10 +159,10 @@ class DistributedDataParallel(nn.Module):
         self._counts_anew = True  # … which ends with the first forward pass after it
         self._context = contextvars.copy_context()
         self._begin()
-        me = weakref.ref(self)
-        for bucket in self.buckets:
+        me = weakref.ref(self)  # a hook lives as long as its parameter, and must not hold more
+        for b, bucket in enumerate(self.buckets):
             for i, param in enumerate(bucket.params):
-                param.register_post_accumulate_grad_hook(partial(_on_gradient, me, bucket, i))
+                param.register_post_accumulate_grad_hook(partial(_on_gradient, me, b, i))
 
     def forward(self, *args, **kwargs):
         """Call the module; before that, the ranks share their buffers where they may differ."""
@@ -165,7 +178,7 @@ class DistributedDataParallel(nn.Module):
                 self._begin()
                 self._counts_anew = True
             self._will_sync = self._syncs
-            if self.weight == "rows":
+            if self._by_rows:
                 self._rows = _num_rows(args, kwargs) + (0 if self._counts_anew else self._rows)
                 self._counts_anew = False
         self._context = contextvars.copy_context()  # the thread counts bytes where forward does
@@ -191,6 +204,9 @@ class DistributedDataParallel(nn.Module):
         parameters and buffers of a rank that was among the last. The sum of gradients is divided by
         the number of all ranks, or, if ``divide_by_initial_world_size`` is False, by that of the
         ranks that still have batches. With ``weight="rows"`` it is always divided by the rows.
+
+        Every forward pass with gradients enabled must be followed by its backward pass, and one
+        without them is for modules without buffers only, or for ``.module``.
         """
         self._joins, self._shrinks = True, not divide_by_initial_world_size
         try:
@@ -238,7 +254,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def _weight(self) -> float:
-        if self.weight == "rows":
+        if self._by_rows:
             return self._rows
         return 1 / len(self._active if self._shrinks else self.ranks)
 
@@ -247,6 +263,11 @@ class DistributedDataParallel(nn.Module):
             self._expects_end = True
             # torch has no public way to learn that backward is over; its own one is private.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if i in bucket.ready:
+            raise RuntimeError(
+                "a gradient was added to twice in one backward pass, and may have been sent in "
+                "between: checkpoint with use_reentrant=False"
+            )
         bucket.ready.add(i)
         while len(self._futures) < len(self.buckets) and self._next_bucket().is_full:
             self._send(self._next_bucket())
@@ -262,7 +283,7 @@ class DistributedDataParallel(nn.Module):
             used = [param.grad is not None and not absent for param in params]
             rows = 0 if absent else self._rows
             bucket.manifest.copy_(torch.tensor([*used, rows], dtype=bucket.dtype))
-        self._futures.append(self._thread.submit(self._context.run, self._reduce, bucket))
+        self._futures.append(self._sender.submit(self._context.run, self._reduce, bucket))
 
     def _reduce(self, bucket: Bucket) -> None:
         begin = time.perf_counter()
@@ -278,7 +299,7 @@ class DistributedDataParallel(nn.Module):
         for future in self._futures:
             future.result()
         *users, rows = self.buckets[-1].manifest.tolist()
-        if self.weight == "rows" and rows:
+        if self._by_rows and rows:
             for bucket in self.buckets:
                 bucket.flat.div_(rows.real)
         self._counts_anew = True  # the rows stay: one forward pass may have two backward passes
@@ -289,10 +310,10 @@ class DistributedDataParallel(nn.Module):
                 bucket.empty(i)
 
 
-def _on_gradient(me: weakref.ref, bucket: Bucket, i: int, param: nn.Parameter) -> None:
+def _on_gradient(me: weakref.ref, b: int, i: int, param: nn.Parameter) -> None:
     ddp = me()
     if ddp is not None and ddp._will_sync:
-        ddp._gradient_is_ready(bucket, i)
+        ddp._gradient_is_ready(ddp.buckets[b], i)
 
 
 def _num_rows(args: tuple, kwargs: dict) -> int:

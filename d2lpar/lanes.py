@@ -22,9 +22,10 @@ import torch
 
 from .transport import ALIGNMENT, PeerError, Receive, Send, Transport, name_ranks, pieces_of
 
-CHANNELS = 4  # process groups of a rank that can have lanes; further ones send messages
+CHANNELS = 4  # process groups of a rank that can have lanes, in all; further ones send messages
 SLOTS = 2  # of a lane: one is filled while the other is emptied
 SLOT_BYTES = 2**20  # at most
+MIN_SLOT_BYTES = 2**12  # with smaller ones, which more than 32 ranks would have, nothing is won
 LANE_BYTES = 32 * 2**20  # all lanes together: a container's /dev/shm may have no more than 64 MB
 SPINS = 100  # times that a rank looks again before it sleeps
 LOOK = 0.05  # seconds after which a sleeping rank looks whether its time is up
@@ -98,7 +99,11 @@ class Lanes(Transport):
                 lane.release()
 
     def _rounds(self, lanes: dict[int, _Lane], moves: list) -> list[list[tuple]]:
-        """Cut all messages into pieces that fit into a slot: a round has one for each lane."""
+        """Cut all messages into pieces that fit into a slot: a round has one for each lane.
+
+        Where two members have several messages for each other in a step, what is reduced into one
+        place may so come in another order than in the list. No schedule here has such steps.
+        """
         rounds, turns = [], dict.fromkeys(lanes, 0)
         for peer, message, *into in moves:
             for piece in pieces_of(message, self.slot_bytes):
@@ -155,7 +160,9 @@ class SharedMemory:
 
     @classmethod
     def create(cls, world_size: int, context) -> "SharedMemory | None":
-        """Make file and semaphores; None where they are of no use (one rank) or there is no room.
+        """Make file and semaphores; None where they are of no use, or there is no room.
+
+        They are of no use to a single rank, and to very many.
 
         ``context`` is multiprocessing's, whose processes the ranks will be.
         """
@@ -163,6 +170,8 @@ class SharedMemory:
         if world_size == 1 or shutil.disk_usage(folder).free < 2 * LANE_BYTES:
             return None  # a rank that fills a file system in memory would die of SIGBUS
         memory = cls(os.path.join(folder, f"d2lpar-{uuid.uuid4().hex}"), world_size, {})
+        if memory.slot_bytes < MIN_SLOT_BYTES:
+            return None
         try:
             for channel in range(CHANNELS):
                 for lane in permutations(range(world_size), 2):

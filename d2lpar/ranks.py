@@ -82,8 +82,9 @@ def allreduce(
 ) -> None:
     """Reduce in place: afterwards ``tensor`` holds, on every rank, the reduction of all of them.
 
-    Equal to the last bit on all ranks and in every run. float16 and bfloat16 travel and are reduced
-    as float32, and are rounded once, at the end.
+    Equal to the last bit in every run, and on all ranks that have equally many threads: in an
+    exchange both partners compute. float16 and bfloat16 travel and are reduced as float32, and are
+    rounded once, at the end.
 
     Args:
         tensor: of the same shape and dtype on every rank, contiguous or not.
@@ -92,7 +93,7 @@ def allreduce(
         group: a process group of which this rank is a member; None: all ranks.
         check: whether the ranks first compare what they are about to do. Over gloo this costs one
             exchange of 32 bytes. Without it a mistake may hang, abort or go unseen.
-        timeout: seconds to wait for the others.
+        timeout: seconds to wait for the others, in each step.
 
     Raises:
         MismatchError: on every rank, when what they are about to do differs.
@@ -227,18 +228,17 @@ def use_lanes(memory: SharedMemory, timeout: float) -> None:
     _members[group] = _Member(lanes, timeout, memory)
 
 
-def use_messages(group: dist.ProcessGroup | None = None) -> None:
+def use_messages(group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
     """Let ``group`` send torch.distributed's messages where it would have lanes: call on all ranks.
 
-    To compare the two, or to see what happens between machines.
+    To compare the two, or to see what happens between machines. ``timeout`` is then that of calls
+    that name none; those of other groups take the default group's.
     """
     group = group or dist.group.WORLD
     before = _members.get(group) or _members.get(dist.group.WORLD)
-    if before is None:
-        _members[group] = _Member(Messages(group))
-    else:
-        memory = before.memory if group is dist.group.WORLD else None
-        _members[group] = _Member(Messages(group), before.timeout, memory)
+    timeout = timeout or (before.timeout if before else TIMEOUT)
+    memory = before.memory if before and group is dist.group.WORLD else None
+    _members[group] = _Member(Messages(group), timeout, memory)
 
 
 class _Step(NamedTuple):
@@ -326,7 +326,7 @@ def _join(group: dist.ProcessGroup, timeout: float) -> _Member:
     world = _members.get(dist.group.WORLD)
     messages = Messages(group)
     if world is None or world.memory is None or len(messages.ranks) == 1:
-        return _Member(messages)
+        return _Member(messages, world.timeout if world else TIMEOUT)
     used = world.memory.used
     notes = messages.tell(bytes(used), timeout)
     free = [c for c in range(CHANNELS) if not any(note[c] for note in notes)]

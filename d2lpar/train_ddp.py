@@ -9,11 +9,13 @@ the weights of a run that was never stopped, bit for bit. Notebook 05 runs this 
 """
 
 import argparse
+import math
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,8 +116,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def _positive(kind):
     def parse(text):
         value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not positive")
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not positive and finite")
         return value
 
     return parse
@@ -160,9 +162,9 @@ def train_epoch(
     """Take the batches that are left of an epoch; return the sum of this rank's losses in all."""
     epoch, first, loss_sum = progress
     sampler = DistributedSampler(train_iter.images, seed=args.seed)
-    sampler.set_epoch(epoch)
-    own = torch.tensor(list(sampler), dtype=torch.int64, device=train_iter.images.device)
-    rows, num_batches = args.batch_size // dist.get_world_size(), len(train_iter)
+    num_rows, num_batches = args.batch_size // dist.get_world_size(), len(train_iter)
+    sampler.set_epoch(epoch, start=first * num_rows)
+    own = iter(sampler)
     for i in tqdm(
         range(first, num_batches),
         f"epoch {epoch + 1}/{args.epochs}",
@@ -171,7 +173,8 @@ def train_epoch(
         disable=dist.get_rank() > 0,
         leave=False,
     ):
-        X, y = train_iter.take(own[i * rows : (i + 1) * rows])
+        rows = torch.tensor(list(islice(own, num_rows)), dtype=torch.int64)  # maybe none
+        X, y = train_iter.take(rows.to(train_iter.images.device))
         losses = loss(model(X), y)
         losses.mean().backward()
         sgd(list(model.parameters()), args.lr, batch_size=1)  # the gradients are means already
@@ -255,8 +258,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         here = place(os.environ)
         device = device_of(here.local_rank, here.local_world_size, args.gpus)
         folder = Path(args.checkpoint).resolve().parent
-        if not folder.is_dir():
-            raise ValueError(f"--checkpoint {args.checkpoint}: there is no folder {folder.name}")
+        if here.rank == 0 and not folder.is_dir():
+            raise ValueError(f"--checkpoint {args.checkpoint}: there is no folder {folder}")
     except ValueError as error:
         sys.exit(f"d2lpar.train_ddp: {error}")
     if device.type == "cuda":
@@ -264,6 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
     try:
+        ranks.use_messages(timeout=args.timeout)
         train(args, device)
     finally:
         dist.destroy_process_group()

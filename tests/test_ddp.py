@@ -3,7 +3,9 @@
 A rank's function and what it uses stand inside functions, so that they travel by value.
 """
 
+import gc
 import time
+import weakref
 from functools import partial
 from itertools import pairwise
 
@@ -598,6 +600,10 @@ def test_modules_that_differ_are_refused_on_every_rank():
                 return longer
             if case == "one less":
                 return nn.Sequential(linear, nn.BatchNorm1d(3, affine=False))
+            if case == "strides":  # gradients lie in a bucket as their parameters do
+                with torch.no_grad():
+                    linear.weight.set_(linear.weight.t().contiguous().t())
+                return nn.Sequential(linear, nn.BatchNorm1d(3))
             if case == "frozen":
                 return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3).requires_grad_(False))
             return nn.Sequential(linear, nn.BatchNorm1d(3, track_running_stats=False))  # no buffers
@@ -612,6 +618,7 @@ def test_modules_that_differ_are_refused_on_every_rank():
             "one less",
             "frozen",
             "buffers",
+            "strides",
         )
         messages = {}
         for case in cases:
@@ -635,11 +642,56 @@ def test_modules_that_differ_are_refused_on_every_rank():
         "one less": ("1.weight, float32 [3] on rank 0", "1.running_mean, float32 [3] on rank 2"),
         "frozen": ("1.weight, float32 [3] on rank 0", "1.weight, float32 [3] (frozen) on rank 2"),
         "buffers": ("1.running_mean, float32 [3] on rank 0", "nothing more on rank 2"),
+        "strides": ("0.weight, float32 [3, 2] on rank 0", "[3, 2] with strides [1, 3] on rank 2"),
     }
     for (case, _), message in results[0].items():
         assert message is not None, f"{case}: accepted"
         for words in expected.get(case, ("on rank 0", "late, float32 [1] on rank 2")):
             assert words in message, case
+
+
+def test_weights_that_differ_are_refused_on_every_rank():
+    def wrap(rank, world_size):
+        with pytest.raises(ValueError) as caught:
+            DistributedDataParallel(nn.Linear(2, 2), weight=("equal", "rows")[rank == 1])
+        return str(caught.value)
+
+    words = ["weight is 'equal' on this rank, but not on all"] * 3
+    words[1] = words[1].replace("equal", "rows")
+    assert launch(wrap, 3, timeout=LIMIT) == words
+
+
+def test_gradient_that_comes_twice_in_one_pass_is_refused():
+    def train(rank, world_size):
+        from torch.utils.checkpoint import checkpoint
+
+        linear = nn.Linear(4, 4)
+        replica = DistributedDataParallel(linear)
+        X = torch.randn(2, 4, requires_grad=True)
+        inner = checkpoint(linear, X, use_reentrant=True)  # a backward pass of its own
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            (inner + replica(X)).sum().backward()
+        linear.zero_grad()
+        inner = checkpoint(linear, X, use_reentrant=False)
+        (inner + replica(X)).sum().backward()
+        ours = linear.weight.grad.clone()
+        (alone,) = torch.autograd.grad(2 * linear(X).sum(), linear.weight)
+        ranks.allreduce(alone, op="mean")
+        return distance([ours], [alone])
+
+    assert max(launch(train, 2, timeout=LIMIT)) < 1e-6
+
+
+def test_deleted_replica_leaves_no_memory_behind():
+    def wrap(rank, world_size):
+        replica = DistributedDataParallel(nn.Linear(4, 4))
+        replica(torch.randn(2, 4)).sum().backward()
+        alive = [weakref.ref(thing) for thing in (replica.buckets[0], replica.module.weight)]
+        del replica
+        gc.collect()
+        return [thing() is None for thing in alive]
+
+    assert launch(wrap, 2, timeout=LIMIT) == [[True, True]] * 2
 
 
 def test_arguments_are_checked():

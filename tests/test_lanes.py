@@ -253,6 +253,12 @@ def test_slots_are_apart_and_small_in_all(k):
     assert memory.slot_bytes % 64 == 0 and len(spans) * memory.slot_bytes <= LANE_BYTES
 
 
+def test_very_many_ranks_send_messages(files):
+    context = multiprocessing.get_context("spawn")
+    assert SharedMemory.create(40, context) is None
+    assert files == []
+
+
 def test_one_rank_needs_no_memory():
     assert SharedMemory.create(1, multiprocessing.get_context("spawn")) is None
     assert launch(lambda rank, k: ranks.barrier(), 1) == [None]

@@ -40,6 +40,7 @@ ORDER = (
     "data_parallel",
     "sampler",
     "buckets",
+    "sender",
     "ddp",
     "pipeline",
     "tensor_parallel",

@@ -680,6 +680,20 @@ def test_the_timeout_holds_for_the_first_call_in_a_group():
     assert seconds < 1.5  # and not 1.8
 
 
+def test_messages_have_the_timeout_that_they_are_given():
+    def check(rank, k):
+        ranks.use_messages(timeout=0.3)
+        if rank == 1:
+            time.sleep(1.5)
+            return None
+        group = dist.new_group([0])
+        ranks.barrier(group)
+        outcome = attempt(ranks.barrier)
+        return outcome[0], outcome[-1] < 1.2, ranks._members[group].timeout
+
+    assert launch(check, 2)[0] == ("PeerError", True, 0.3)
+
+
 def test_all_missing_are_named_although_a_lane_is_full():
     def check(rank, k):
         if rank > 1:
@@ -743,6 +757,7 @@ def test_bad_arguments_are_refused_alike_on_all_ranks(way):
         bad_moves = [Move(0, 0, None, True)]
         calls = {
             "op": lambda **c: ranks.allreduce(ones, op="avg", **c),
+            "no sum": lambda **c: ranks.allreduce(torch.ones(4).to(torch.uint16), **c),
             "mean of ints": lambda **c: ranks.allreduce(ones.int(), op="mean", **c),
             "max of complex": lambda **c: ranks.reduce_scatter(ones + 0j, op="max", **c),
             "grad": lambda **c: ranks.allreduce(torch.ones(4, requires_grad=True), **c),
@@ -767,6 +782,7 @@ def test_bad_arguments_are_refused_alike_on_all_ranks(way):
 
     said = {
         "op": ("ValueError", "op is 'avg', which is none of sum, mean"),
+        "no sum": ("ValueError", "torch has no sum of torch.uint16: convert"),
         "mean of ints": ("ValueError", "the mean of torch.int32"),
         "max of complex": ("ValueError", "max is not defined for torch.complex64"),
         "grad": ("ValueError", "the tensor requires gradients"),

@@ -83,7 +83,13 @@ def test_device_refuses_other_lists(monkeypatch, gpus):
 def test_numbers_must_be_positive(option, capsys):
     with pytest.raises(SystemExit):
         arguments([option, "0"])
-    assert "0 is not positive" in capsys.readouterr().err
+    assert "0 is not positive and finite" in capsys.readouterr().err
+
+
+def test_timeout_must_be_finite(capsys):
+    with pytest.raises(SystemExit):
+        arguments(["--timeout", "inf"])
+    assert "inf is not positive and finite" in capsys.readouterr().err
 
 
 # Training
@@ -264,7 +270,8 @@ def test_without_torchrun_the_script_says_what_is_missing(monkeypatch):
 
 
 def test_a_missing_folder_is_named_before_anything_starts(monkeypatch, tmp_path):
-    for name, value in HERE.items():
+    for name, value in {**HERE, "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match="there is no folder no"):
-        main(["--checkpoint", str(tmp_path / "no" / "x"), "--timeout=1"])
+    folder = tmp_path / "no"
+    with pytest.raises(SystemExit, match=f"there is no folder {re.escape(str(folder))}"):
+        main(["--checkpoint", str(folder / "x"), "--timeout=1"])
