@@ -2,6 +2,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -51,8 +52,9 @@ def test_waiting_thread_holds_nothing():
     sender.submit(thing).result(timeout=5)
     gone = weakref.ref(thing)
     del thing
-    sender.submit(int).result(timeout=5)  # by now the first call is done with
-    gc.collect()
+    limit = time.monotonic() + 5  # for the thread to come back to its queue
+    while gone() and time.monotonic() < limit:
+        gc.collect()
     assert gone() is None
     sender.stop()
 
