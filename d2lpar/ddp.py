@@ -102,7 +102,7 @@ class DistributedDataParallel(nn.Module):
     Not as in torch: every backward pass through the parameters averages, also the second one of a
     forward pass, and one of ``.module`` alone. Checkpointing needs ``use_reentrant=False``. Hooks
     on gradients must be registered before, since a gradient may be sent as soon as it is there.
-    Copy ``.module``, not this. Each object has a process group; lanes are there for three.
+    Copy ``.module``, not this. Each object takes a process group: the first three get lanes.
 
     Args:
         module: of the same parameters and buffers on all ranks.
