@@ -62,7 +62,8 @@ def _like(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def make_buckets(params: list[nn.Parameter], bucket_cap_mb: float) -> list[Bucket]:
     """Deal ``params``, at least one, out to buckets, the last first: backward begins with it."""
-    full, begun = [], {}  # (parameters, dtype, device); by dtype and device: (parameters, bytes)
+    full = []  # (parameters, dtype, device) of each bucket
+    begun = {}  # (dtype, device): (parameters, bytes) of the one that is being filled
     for param in reversed(params):
         kind = (param.dtype if param.dtype in WIDE else torch.float32, param.device)
         members, nbytes = begun.pop(kind, ([], 0))

@@ -106,7 +106,8 @@ class DistributedDataParallel(nn.Module):
 
     Args:
         module: of the same parameters and buffers on all ranks.
-        group: the process group; None: all ranks.
+        group: the process group; None: all ranks. The members of a smaller one must be members of
+            equally many groups (``torch.distributed.new_group`` would wait for ever).
         bucket_cap_mb: the size of a bucket in MiB; a larger parameter has one of its own.
         weight: "equal": the mean over ranks, as in torch. "rows": each rank counts by its rows
             (dimension 0 of forward's first tensor), which makes of a loss that is a mean over the
@@ -145,9 +146,11 @@ class DistributedDataParallel(nn.Module):
         self._sender = Sender()
         weakref.finalize(self, self._sender.stop)
         # A group of its own: the order of its messages is that of the buckets, whatever the main
-        # thread sends meanwhile.
+        # thread sends meanwhile. Only for the members of a group, torch finds its name by counting
+        # the groups of each: with all ranks it need not.
+        only_members = len(self.ranks) < dist.get_world_size()
         self._own_group = dist.new_group(
-            self.ranks, backend=dist.get_backend(group), use_local_synchronization=True
+            self.ranks, backend=dist.get_backend(group), use_local_synchronization=only_members
         )
         ranks.barrier(self._own_group)
         self.allreduce = ranks.allreduce  # what the thread calls: put a slower one here to compare

@@ -929,6 +929,16 @@ def test_rank_that_takes_no_part_is_an_error_of_the_others():
 # Groups.
 
 
+def test_ranks_may_be_in_different_numbers_of_groups():
+    def train(rank, world_size):
+        dist.new_group([0, 2])
+        replica = DistributedDataParallel(nn.Linear(1, 1))
+        replica(torch.full((1, 1), float(rank))).sum().backward()
+        return replica.module.weight.grad.item()
+
+    assert launch(train, 3, timeout=20) == [1.0] * 3  # torch, with its local way, would wait
+
+
 def test_group_of_some_ranks_has_a_source_of_its_own():
     def train(rank, world_size):
         group = dist.new_group([1, 3])
