@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import torch
 
-from .collectives import is_folded
+from .checks import is_folded
 from .schedules import Schedule
 from .transport import Transport
 

@@ -8,10 +8,11 @@ Notebooks 02 and 03 build this file.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
+from .checks import check_alike, check_memory, check_tensors
 from .devices import move
 from .schedules import Schedule, check_moves, num_chunks, one_by_one, ring, star, tree_broadcast
 
@@ -86,9 +87,9 @@ def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     This is the second half of the ring. The shards may differ in their number of rows; one without
     a dimension counts as a row. Raises what ``allreduce`` raises.
     """
-    _check_tensors(shards)
+    check_tensors(shards)
     shards = [torch.atleast_1d(shard.detach()) for shard in shards]
-    _check_alike([tuple(shard.shape[1:]) for shard in shards], "rows of shape")
+    check_alike([tuple(shard.shape[1:]) for shard in shards], "rows of shape")
     bounds = bounds_of(shards)
     flats = [shard.new_empty(bounds[-1]) for shard in shards]
     for r, shard in enumerate(shards):
@@ -138,7 +139,7 @@ def reducer(op: str, message_first: bool = False) -> Callable[[torch.Tensor, tor
     """
     function = {
         "sum": torch.add,
-        "mean": torch.add,  # and divide divides
+        "mean": torch.add,  # and in the end divide
         "product": torch.mul,
         "max": torch.maximum,
         "min": torch.minimum,
@@ -188,10 +189,10 @@ def put_back(data: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Non
 
 def _check(data: Sequence[torch.Tensor], op: str = "sum") -> None:
     """Refuse what would give a wrong result or lose a tensor, naming positions and both values."""
-    _check_tensors(data)
-    _check_alike([tuple(tensor.shape) for tensor in data], "shape")
+    check_tensors(data)
+    check_alike([tuple(tensor.shape) for tensor in data], "shape")
     check_op(op, data[0].dtype)
-    _check_memory(data)
+    check_memory(data)
 
 
 def check_op(op: str, dtype: torch.dtype) -> None:
@@ -214,84 +215,3 @@ def _can_reduce(op: str, dtype: torch.dtype) -> bool:
     except RuntimeError:  # of which NotImplementedError is a kind
         return False
     return True
-
-
-def _check_tensors(data: Sequence[torch.Tensor]) -> None:
-    if not isinstance(data, (list, tuple)):
-        raise TypeError(f"data must be a list of tensors, one a device, not {type(data).__name__}")
-    if not data:
-        raise ValueError("data is empty: it must hold one tensor a device")
-    for i, tensor in enumerate(data):
-        check_tensor(tensor, f"data[{i}]")
-    _check_alike([tensor.dtype for tensor in data], "dtype")
-
-
-def check_tensor(tensor: torch.Tensor, name: str) -> None:
-    """Refuse, by its ``name``, what is no tensor, or wants a gradient through a collective."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} requires gradients, which a collective does not record: pass its "
-            ".grad or its .detach(), or call inside torch.no_grad()"
-        )
-
-
-def _check_alike(values: Sequence, what: str) -> None:
-    for i, value in enumerate(values):
-        if value != values[0]:
-            raise ValueError(f"data[0] has {what} {values[0]}, but data[{i}] has {what} {value}")
-
-
-def _check_memory(data: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors that share an element of memory: it would be reduced into itself."""
-    spans = []  # (device, first byte, last byte) of every tensor that has elements
-    for tensor in data:
-        if tensor.numel():
-            num_bytes = _reach(tensor) * tensor.element_size()
-            spans.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + num_bytes))
-    spans.sort()
-    if any(a[0] == b[0] and a[2] > b[1] for a, b in pairwise(spans)) or any(map(is_folded, data)):
-        _check_elements(data)
-
-
-def is_folded(tensor: torch.Tensor) -> bool:
-    """Tell whether the strides leave room for two elements in one place: an expanded view, say."""
-    reach = 0  # of the dimensions with smaller strides
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return tensor.numel() > 0
-        reach += (size - 1) * stride
-    return False
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Return the number of elements of memory from the tensor's first to its last, inclusive."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _check_elements(data: Sequence[torch.Tensor]) -> None:
-    """Compare the address of every element: columns of one matrix interleave, but are apart."""
-    addresses, owners = [], []
-    for i, tensor in enumerate(data):
-        offsets = torch.arange(_reach(tensor)).as_strided(tensor.shape, tensor.stride())
-        addresses.append(tensor.data_ptr() + offsets.reshape(-1) * tensor.element_size())
-        owners.append(torch.full((tensor.numel(),), i))
-    sorted_addresses, order = torch.cat(addresses).sort()
-    clashes = (sorted_addresses.diff() < data[0].element_size()).nonzero()
-    if len(clashes):
-        first = int(clashes[0])
-        i, j = sorted(torch.cat(owners)[order[first : first + 2]].tolist())
-        raise ValueError(_shared_memory(data, i, j))
-
-
-def _shared_memory(data: Sequence[torch.Tensor], i: int, j: int) -> str:
-    if i == j:
-        strides = data[i].stride()
-        return f"data[{i}] is an expanded view (strides {strides}): pass its .clone()"
-    if data[i] is data[j]:
-        return f"data[{i}] and data[{j}] are the same tensor: pass a copy for each device"
-    places = [f"data[{n}] (storage offset {data[n].storage_offset()})" for n in (i, j)]
-    return f"{places[0]} and {places[1]} share memory: pass a copy for each device"

@@ -169,13 +169,13 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args, **kwargs):
         """Call the module; before that, the ranks share their buffers where they may differ."""
-        learns = torch.is_grad_enabled()
-        if learns and self._joins:
+        grad_enabled = torch.is_grad_enabled()
+        if grad_enabled and self._joins:
             self._roll_call(present=True)
         if self._syncs and self._stale:
             self._share_buffers()
         self._stale = self._stale or self.training
-        if learns:
+        if grad_enabled:
             if self._expects_end:  # the last backward pass was broken off by an error
                 wait(self._futures)  # what it has sent is still read, until allreduce's timeout
                 self._begin()

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from .agreement import MismatchError, agree, describe_schedule, describe_tensor, is_expanded
+from .checks import check_tensor
 from .collectives import (
     bounds_of,
     check_op,
-    check_tensor,
     divide,
     flatten,
     part_of,

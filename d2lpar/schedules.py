@@ -171,7 +171,8 @@ def one_by_one(step: list[Move]) -> list[Move]:
 
     Of two that exchange a chunk, the lower reduces, and then the higher takes the result.
     """
-    second = {m for m in exchanges(step) if m.src < m.dst}
+    exchanged = exchanges(step)
+    second = [m for m in step if m in exchanged and m.src < m.dst]
     return [m for m in step if m not in second] + [m._replace(reduce=False) for m in second]
 
 

@@ -29,6 +29,7 @@ ORDER = (
     "network",
     "schedules",
     "cost",
+    "checks",
     "collectives",
     "transport",
     "lanes",
