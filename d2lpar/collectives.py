@@ -166,10 +166,11 @@ def bounds_of(parts: Sequence[torch.Tensor]) -> list[int]:
 def flatten(tensor: torch.Tensor, widen: bool) -> torch.Tensor:
     """Return the elements in one dimension: a view where the layout allows it, else a copy."""
     flat = tensor.detach().reshape(-1)
-    return flat.float() if widen and _is_low_precision(tensor.dtype) else flat
+    return flat.float() if widen and is_low_precision(tensor.dtype) else flat
 
 
-def _is_low_precision(dtype: torch.dtype) -> bool:
+def is_low_precision(dtype: torch.dtype) -> bool:
+    """Tell whether to add numbers of ``dtype`` as float32, and to round them only at the end."""
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
@@ -203,7 +204,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise ValueError(f"the mean of {dtype} is no {dtype}: take the sum, or convert to float")
     if op in ("max", "min") and dtype.is_complex:
         raise ValueError(f"{op} is not defined for {dtype}: complex numbers have no order")
-    if not _can_reduce(op, torch.float32 if _is_low_precision(dtype) else dtype):
+    if not _can_reduce(op, torch.float32 if is_low_precision(dtype) else dtype):
         raise ValueError(f"torch has no {op} of {dtype}: convert to another dtype")
 
 

@@ -69,18 +69,24 @@ def _processor() -> str:
 
 
 class Ledger:
-    """What ``move`` carried: ``bytes`` and ``messages`` per (source, destination) position."""
+    """What ``move`` carried: ``bytes`` and ``messages`` per (source, destination) position.
+
+    ``kinds`` has the same bytes by what they were, such as "outputs", in the order in which each
+    kind first appeared: it is the trace of what happened.
+    """
 
     def __init__(self):
         self.bytes: Counter = Counter()
         self.messages: Counter = Counter()
+        self.kinds: dict[str, Counter] = {}
         self._lock = threading.Lock()  # a worker thread a device may write at the same time
 
-    def record(self, src, dst, nbytes: int) -> None:
+    def record(self, src, dst, nbytes: int, kind: str = "") -> None:
         """Count one message of ``nbytes`` bytes from position ``src`` to position ``dst``."""
         with self._lock:
             self.bytes[src, dst] += nbytes
             self.messages[src, dst] += 1
+            self.kinds.setdefault(kind, Counter())[src, dst] += nbytes
 
     def sent(self, position) -> int:
         """Return the bytes that left ``position``."""
@@ -105,18 +111,35 @@ def count_bytes() -> Iterator[Ledger]:
         _ledger.reset(token)
 
 
-def move(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Tensor:
+def move(
+    tensor: torch.Tensor, device: torch.device, src, dst, kind: str = "", grad_kind: str = ""
+) -> torch.Tensor:
     """Return ``tensor`` on ``device``, on its way from position ``src`` to position ``dst``.
 
     Positions are ints, or "host" for the place where a batch comes from. The result is the tensor
-    itself, not a copy, where both positions share one memory: read from it, do not write to it.
+    itself, or a view of it, where both positions share one memory: read from it, do not write to
+    it. The ledger counts the message as one of ``kind``, and, when a backward pass sends the
+    gradient back from ``dst`` to ``src``, that as one of ``grad_kind``.
     """
-    record_message(tensor, src, dst)
-    return tensor.to(device)
+    record_message(tensor, src, dst, kind)
+    there = tensor.to(device)
+    ledger = _ledger.get()
+    if ledger is not None and src != dst and there.requires_grad and torch.is_grad_enabled():
+        there = there.view_as(there)  # of which this message is the only use
+        there.register_hook(lambda grad: ledger.record(dst, src, num_bytes(grad), grad_kind))
+    return there
 
 
-def record_message(tensor: torch.Tensor, src, dst) -> None:
+def record_message(tensor: torch.Tensor, src, dst, kind: str = "") -> None:
     """Write into the ledger, where one is kept, that ``tensor`` goes from ``src`` to ``dst``."""
     ledger = _ledger.get()
     if ledger is not None and src != dst:
-        ledger.record(src, dst, tensor.numel() * tensor.element_size())
+        ledger.record(src, dst, num_bytes(tensor), kind)
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a message that carries ``tensor``; a sparse one has indices, too."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+        return num_bytes(tensor.indices()) + num_bytes(tensor.values())
+    return tensor.numel() * tensor.element_size()

@@ -1,14 +1,18 @@
-"""The book's own figures: a data-parallel step, three ways to split a network, ranks and nodes.
+"""The book's own figures: data-parallel steps, three ways to split a network, ranks and nodes.
 
-Written as SVG, like ``drawing``; notebooks 01, 02 and 05 show them through ``plot``. A thin line
-stays on a device, a thick arrow is sent from one device to another. The devices' colours stand
+Written as SVG, like ``drawing``; notebooks show them through ``plot``. A thin line stays on a
+device, a thick arrow is sent from one device to another. The devices' colours stand
 beside their names.
 """
+
+from collections.abc import Mapping, Sequence
+from xml.sax.saxutils import escape
 
 from .drawing import GREY, INK, PALETTE, WIDTH, Picture, picture, text
 
 BOLD = 'font-weight="bold"'
 CENTRED = 'text-anchor="middle"'
+HALO = 'paint-order="stroke" stroke="#FFF" stroke-width="5"'  # around text that crosses a line
 
 
 def data_parallel(k: int = 2) -> Picture:
@@ -84,6 +88,67 @@ def ranks_and_nodes() -> Picture:
         "GPU 3."
     )
     return picture(body, WIDTH, 342, alt)
+
+
+def iteration(traces: Mapping[str, Sequence]) -> Picture:
+    """Draw the steps of an iteration, downwards, for each form: {name: ``iteration.trace(…)``}.
+
+    A vertical line is a device. A block on it says that it computes; an arrow from one to another
+    is what is sent, as thick as it is large. Raises ValueError for no form or more than three.
+    """
+    if not 1 <= len(traces) <= 3:
+        raise ValueError(f"{len(traces)} forms, but only 1 to 3 fit into the picture")
+    most = max(
+        (n for steps in traces.values() for step in steps for n in step.bytes.values()), default=1
+    )
+    width, body, heights, words = WIDTH / len(traces), "", [], []
+    for i, (form, steps) in enumerate(traces.items()):
+        drawn, height = _sequence(form, steps, width, most or 1)
+        body += f'<g transform="translate({i * width:g} 0)">{drawn}</g>'
+        heights.append(height)
+        sent = [
+            f"{n}. {step.name}{_sent(step) and ', ' + _sent(step)}"
+            for n, step in enumerate(steps, 1)
+        ]
+        words.append(f"{form}: {'; '.join(sent)}.")
+    return picture(body, WIDTH, max(heights), f"The steps of an iteration. {' '.join(words)}")
+
+
+def _sequence(form: str, steps: Sequence, width: float, most: int) -> tuple[str, float]:
+    """Draw the steps of one form; return the drawing and its height."""
+    places = {
+        p for step in steps for p in (*step.busy, *(end for link in step.bytes for end in link))
+    }
+    places = sorted(places, key=lambda p: (isinstance(p, int), p if isinstance(p, int) else 0))
+    columns = {p: 30 + (i + 0.5) * (width - 60) / len(places) for i, p in enumerate(places)}
+    y, body = 66.0, ""
+    for n, step in enumerate(steps, 1):
+        body += text(complex(16, y), f"{n}. {escape(step.name)}", f"{HALO} {BOLD}")
+        body += text(complex(width - 16, y), _sent(step), f'{HALO} text-anchor="end"')
+        y += 20
+        for place in step.busy:
+            body += _box(complex(columns[place], y), 16, 16, [], PALETTE[place % len(PALETTE)])
+        y += 10 * bool(step.busy)
+        for (src, dst), nbytes in sorted(step.bytes.items(), key=str):
+            start, end = complex(columns[src], y), complex(columns[dst], y)
+            body += _arrow(start, end, 1 + 2.5 * nbytes / most)
+            y += 9
+        y += 16
+    lines = f'<text x="16" y="24" font-size="15" {BOLD}>{escape(form)}</text>'
+    for place, x in columns.items():
+        colour = PALETTE[place % len(PALETTE)] if isinstance(place, int) else INK
+        lines += f'<path d="M{x:g} 52V{y - 10:g}" stroke="{colour}" stroke-dasharray="2 3"/>'
+        lines += text(complex(x, 42), escape(str(place)), f'{CENTRED} {BOLD} fill="{colour}"')
+    return lines + body, y
+
+
+def _sent(step) -> str:
+    """Say how many bytes a step sends in all, with three digits: 1.55 MB."""
+    total = sum(step.bytes.values())
+    power = min(3, max(0, (len(str(total)) - 1) // 3))
+    return (
+        f"{float(f'{total / 1000**power:.3g}'):g} {('B', 'kB', 'MB', 'GB')[power]}" if total else ""
+    )
 
 
 def _node(left: float, node: int, environment: str, gpus: list[int]) -> str:

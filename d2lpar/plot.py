@@ -28,7 +28,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocato
 from PIL import Image
 
 from .drawing import FONTS, GREY, INK, PALETTE, WIDTH, Picture, picture, schedule, text, timeline
-from .figures import data_parallel, ranks_and_nodes, three_splits
+from .figures import data_parallel, iteration, ranks_and_nodes, three_splits
 
 __all__ = [
     "Board",
@@ -37,14 +37,17 @@ __all__ = [
     "curves",
     "data_parallel",
     "images",
+    "iteration",
     "links",
     "ranks_and_nodes",
     "schedule",
+    "stacks",
     "three_splits",
     "timeline",
 ]
 
 MARKERS = "os^Dv*PX"
+HATCHES = ("", "///", "..", "\\\\\\", "xx", "--", "||", "++")
 DASHES = ("-", "--", "-.", ":", (0, (8, 2)), (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (3, 3)))
 STYLE = MappingProxyType(
     {
@@ -99,6 +102,33 @@ def bars(values: Mapping, x_label: str = "", unit: str | None = None, title: str
 
 
 @_styled
+def stacks(values: Mapping, x_label: str = "", unit: str | None = None, title: str = "") -> Picture:
+    """Draw a bar for each name out of parts, one after the other: {name: {part: number}}.
+
+    Raises ValueError for no values, and for more than 8 kinds of parts.
+    """
+    kinds = list(dict.fromkeys(kind for parts in values.values() for kind in parts))
+    if not 1 <= len(kinds) <= 8:
+        raise ValueError(f"{len(kinds)} kinds of parts, but 1 to 8 can be told apart")
+    figure = _figure(100 + 26 * len(values))
+    axes, begins, words = figure.subplots(), dict.fromkeys(values, 0.0), []
+    for kind, colour, hatch in zip(kinds, PALETTE, HATCHES, strict=False):
+        lengths = [parts.get(kind, 0) for parts in values.values()]
+        style = {"facecolor": colour, "hatch": hatch, "edgecolor": "#FFF", "linewidth": 0.6}
+        axes.barh(range(len(values)), lengths, left=list(begins.values()), label=kind, **style)
+        begins = {n: begins[n] + parts.get(kind, 0) for n, parts in values.items()}
+    for y, (name, parts) in enumerate(values.items()):
+        total = _quantity(begins[name], unit)
+        axes.annotate(total, (begins[name], y), (6, 0), textcoords="offset points", va="center")
+        each = ", ".join(f"{kind} {_quantity(part, unit)}" for kind, part in parts.items())
+        words.append(f"{name} {total} ({each})")
+    _finish_bars(axes, values, unit)
+    axes.set(xlabel=x_label, title=title)
+    figure.legend(loc="outside lower left", ncols=4)
+    return _chart(figure, f"Bars: {title or x_label}. {'; '.join(words)}.")
+
+
+@_styled
 def links(bytes_by_link: Mapping, title: str = "") -> Picture:
     """Draw the bytes of every link: {(src, dst): bytes}, or {name: {(src, dst): bytes}} to compare.
 
@@ -141,12 +171,16 @@ def _draw_bars(axes: Axes, values: Mapping, unit: str | None, colours: int = 1) 
             axes.plot([low, high], [y, y], color=INK, marker="|", markersize=9)
             words[name] += f" ({_quantity(low, unit)} to {_quantity(high, unit)})"
         axes.annotate(words[name], (high, y), (6, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(values)), values)
-    axes.set_ylim(len(values) - 0.4, -0.6)
+    _finish_bars(axes, values, unit)
+    return ", ".join(f"{name} {word}" for name, word in words.items())
+
+
+def _finish_bars(axes: Axes, names: Mapping, unit: str | None) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.margins(x=0.3)  # room for the words
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(lambda value, _: _quantity(value, unit))
-    return ", ".join(f"{name} {word}" for name, word in words.items())
 
 
 def _quantity(value: float, unit: str | None) -> str:

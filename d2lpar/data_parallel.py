@@ -1,0 +1,276 @@
+"""DataParallel: one process, a thread a device, and a module that is copied anew for every batch.
+
+Four functions do the work: ``scatter`` the batch, ``replicate`` the module, ``parallel_apply`` the
+replicas to the shards, ``gather`` the outputs. ``DataParallelModel`` is the first three of them in
+a row, ``DataParallel`` all four. Backward undoes them in turn: gradients of the outputs are
+scattered, those of the parameters are added up on the first device. Notebook 04 builds this file.
+Source: ``torch.nn.parallel.DataParallel`` and its parts, which need GPUs; the form without a gather
+is that of H. Zhang's PyTorch-Encoding.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from contextvars import copy_context
+from functools import partial, reduce
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .collectives import is_low_precision
+from .devices import move
+from .scattering import check_devices, gather, gather_with, num_rows, rebuild, scatter, tensors_of
+
+
+def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+    """Return a copy of ``module`` for each device; gradients of all copies flow to ``module``.
+
+    A replica has its own copies of parameters and buffers, and shares everything else with the
+    module. Replica 0 is where the module is: it works on the module's own buffers, so that running
+    statistics go on. Tied parameters stay tied. What a replica sets on itself in ``forward`` goes
+    with it, and a hook that was made with the module in it sees the module, not the replica.
+
+    The gradients are added up on ``devices[0]``, in the order of the devices, so that they have the
+    same bits in every run; 16-bit ones are added as float32 and rounded once.
+
+    Raises:
+        ValueError: there is no device; a parameter or buffer is not on ``devices[0]``, or is lazy
+            and has no shape yet.
+        TypeError: ``module`` is no module, or a compiled or scripted one.
+    """
+    devices = check_devices(devices)
+    state = _check_state(module, devices[0])
+    copies = _Broadcast.apply(devices, list(state.values()), *state)
+    replicas = []
+    for i in range(len(devices)):
+        twins = dict(zip(map(id, state), copies[i * len(state) :], strict=False))
+        if i == 0:
+            twins |= {id(buffer): buffer for buffer in module.buffers()}
+        replicas.append(_replica(module, twins, own_buffers=i == 0))
+    return replicas
+
+
+def _check_state(module: nn.Module, device: torch.device) -> dict[torch.Tensor, str]:
+    """Return the parameters and buffers, each with what the ledger calls it."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not a {type(module).__name__}")
+    for name, part in module.named_modules():
+        compiled = "_orig_mod" in part._modules or vars(part).get("_compiled_call_impl")
+        if compiled or isinstance(part, torch.jit.ScriptModule):
+            raise TypeError(f"{name or 'the module'} is compiled: only the original can be copied")
+    state = {}
+    for kind, named in (
+        ("parameters", module.named_parameters()),
+        ("buffers", module.named_buffers()),
+    ):
+        for name, tensor in named:
+            if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+                raise ValueError(f"{name} has no shape yet: call the module on a batch first")
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}: move the module to {device} first")
+            state.setdefault(tensor, kind)
+    return state
+
+
+class _Broadcast(torch.autograd.Function):
+    """Copies of tensors for every position; their gradients are added up on position 0."""
+
+    @staticmethod
+    def forward(ctx, devices, kinds, *tensors):
+        """Return the copies for position 0, which share the tensors' memory, then for 1, …."""
+        ctx.device, ctx.kinds, ctx.context = devices[0], kinds, copy_context()
+        ctx.set_materialize_grads(False)
+        copies = [tensor.detach() for tensor in tensors]
+        for i, device in enumerate(devices[1:], 1):
+            for tensor, kind in zip(tensors, kinds, strict=True):
+                there = move(tensor, device, 0, i, kind)
+                copies.append(there.clone() if there is tensor else there)
+        wanted = [tensor.requires_grad for tensor in tensors] * len(devices)
+        ctx.mark_non_differentiable(*[c for c, w in zip(copies, wanted, strict=True) if not w])
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        """Add up the gradients of each tensor's copies, from position 0 on."""
+        n = len(ctx.kinds)
+        sums = [ctx.context.run(_add_up, grads[j::n], ctx.device, ctx.kinds[j]) for j in range(n)]
+        return None, None, *sums
+
+
+def _add_up(grads: Sequence[torch.Tensor | None], device: torch.device, kind: str):
+    """Add up the gradients, one a position, on ``device``; None where no position has one."""
+    there = [
+        move(grad, device, i, 0, f"gradient of {kind}")
+        for i, grad in enumerate(grads)
+        if grad is not None
+    ]
+    if len(there) < 2:
+        return there[0] if there else None
+    dtype = there[0].dtype
+    wide = torch.float32 if is_low_precision(dtype) else dtype
+    return reduce(torch.add, [grad.to(wide) for grad in there]).to(dtype)
+
+
+def _replica(module: nn.Module, twins: dict[int, Any], own_buffers: bool) -> nn.Module:
+    """Return a shallow copy of ``module`` and its submodules, with the twin of every tensor."""
+    parts = list(module.modules())
+    twins |= {id(part): part.__class__.__new__(part.__class__) for part in parts}
+    for part in parts:
+        replica = vars(twins[id(part)])
+        replica |= {name: _twin(value, twins) for name, value in vars(part).items()}
+        for name in ("_parameters", "_buffers", "_modules"):
+            replica[name] = {key: _twin(value, twins) for key, value in replica[name].items()}
+        if own_buffers:
+            replica["_buffers"] = part._buffers  # even one that forward replaces goes on
+    return twins[id(module)]
+
+
+def _twin(value: Any, twins: dict[int, Any]) -> Any:
+    """Return the replica's own of a tensor, a module or a list of them; else ``value`` itself."""
+    if id(value) in twins:
+        return twins[id(value)]
+    if isinstance(value, (list, tuple)) and any(id(part) in twins for part in value):
+        return rebuild(value, [_twin(part, twins) for part in value])
+    if isinstance(value, MethodType) and id(value.__self__) in twins:
+        return MethodType(value.__func__, twins[id(value.__self__)])
+    return value
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[dict] | None = None
+) -> list[Any]:
+    """Call each module with its inputs, in a thread of its own; return the outputs in order.
+
+    The caller's own thread takes the first. ``inputs[i]`` is the tuple or list of the arguments of ``modules[i]``, or its only argument.
+    Every thread has the caller's grad mode, inference mode, autocast and ledger. On a CPU they draw
+    random numbers from one generator, in no certain order.
+
+    Raises:
+        ValueError: there are not as many inputs, or kwargs, as modules.
+        Exception: what the first module raised of those that failed, when all have ended; a note
+            says where.
+    """
+    kwargs = [{}] * len(modules) if kwargs is None else kwargs
+    if not len(modules) == len(inputs) == len(kwargs):
+        raise ValueError(
+            f"there are {len(modules)} modules, {len(inputs)} inputs and {len(kwargs)} kwargs"
+        )
+    calls = []
+    for i, (module, args, options) in enumerate(zip(modules, inputs, kwargs, strict=True)):
+        args = args if isinstance(args, (list, tuple)) else (args,)
+        device = _device_of(module, args, options)
+        call = partial(_call, f"device {i} ({device})", _modes(device), module, args, options)
+        calls.append(partial(copy_context().run, call))
+    if len(calls) < 2:
+        return [call() for call in calls]
+    with ThreadPoolExecutor(len(calls) - 1) as pool:
+        futures = [pool.submit(call) for call in calls[1:]]
+        first = calls[0]()
+    return [first, *[future.result() for future in futures]]
+
+
+def _call(where: str, modes: list, module: Callable, args: Sequence[Any], kwargs: dict) -> Any:
+    """Call ``module`` under ``modes``; an exception is given a note that says where it was."""
+    try:
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            return module(*args, **kwargs)
+    except Exception as error:
+        note = f"This was the replica on {where}."
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        else:  # Python 3.10
+            error.args = (f"{error}\n{note}",)
+        raise
+
+
+def _modes(device: torch.device) -> list:
+    """Return what makes another thread do as the caller's does: torch keeps all this a thread."""
+    modes = [
+        torch.inference_mode(torch.is_inference_mode_enabled()),  # sets the grad mode too, so first
+        torch.set_grad_enabled(torch.is_grad_enabled()),
+    ]
+    for kind in sorted({"cpu", device.type}):
+        if torch.is_autocast_enabled(kind):
+            caches = torch.is_autocast_cache_enabled()
+            modes.append(torch.autocast(kind, torch.get_autocast_dtype(kind), True, caches))
+    if device.type == "cuda":
+        modes += [
+            torch.cuda.device(device),
+            torch.cuda.stream(torch.cuda.current_stream(device)),
+        ]
+    return modes
+
+
+def _device_of(module: Callable, *args: Any) -> torch.device:
+    """Return where a call works: where its tensors are, or else its parameters and buffers."""
+    tensors = tensors_of(args)
+    if not tensors and isinstance(module, nn.Module):
+        tensors = [*module.parameters(), *module.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+class DataParallelModel(nn.Module):
+    """A module on several devices, whose outputs stay where they were computed.
+
+    Called with a batch, it returns a list of outputs, one for each device that had rows: what
+    ``DataParallelCriterion`` takes. Gradients flow to ``module``, which is on ``devices[0]``.
+
+    Args:
+        module: whose parameters and buffers are on ``devices[0]``.
+        devices: where the replicas go; a device that is named several times has several.
+        dim: the dimension of the rows, of inputs and outputs.
+
+    Raises:
+        ValueError: there is no device; from a call, what ``scatter`` and ``replicate`` raise.
+    """
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device], dim: int = 0):
+        super().__init__()
+        self.module, self.devices, self.dim = module, check_devices(devices), dim
+
+    def forward(self, *args, **kwargs) -> list[Any]:
+        """Return the outputs of all devices; one that gets no row has none."""
+        rows = num_rows((args, kwargs), self.dim)
+        devices = self.devices[: max(rows or 1, 1)]  # without tensors there is nothing to split
+        shards = scatter((args, kwargs), devices, self.dim)
+        if len(devices) == 1:
+            [(args, kwargs)] = shards
+            return [self.module(*args, **kwargs)]
+        return parallel_apply(replicate(self.module, devices), *zip(*shards, strict=True))
+
+
+class DataParallel(DataParallelModel):
+    """A module on several devices, to be used like the module, as torch's ``nn.DataParallel``.
+
+    The outputs are joined on ``output_device``, by default ``devices[0]``. An output without
+    dimensions, such as a loss, becomes a vector with a number for each device, whose mean is the
+    wrong one where the shards differ in rows; with a single device it is left as it is.
+
+    Args:
+        module, devices, dim: see ``DataParallelModel``.
+        output_device: where the outputs go.
+
+    Raises:
+        ValueError, TypeError: see ``DataParallelModel`` and ``gather``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        output_device: torch.device | None = None,
+        dim: int = 0,
+    ):
+        super().__init__(module, devices, dim)
+        [self.output_device] = check_devices([output_device or self.devices[0]])
+
+    def forward(self, *args, **kwargs) -> Any:
+        """Return the module's output for the whole batch."""
+        outputs = super().forward(*args, **kwargs)
+        if len(self.devices) == 1:
+            return gather_with(outputs, lambda tensor: move(tensor, self.output_device, 0, 0))
+        return gather(outputs, self.output_device, self.dim)

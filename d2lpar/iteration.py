@@ -1,0 +1,216 @@
+"""One iteration of DataParallel, of its balanced form and of DDP: what moves, and what is kept.
+
+``trace`` runs an iteration and reads the steps from the ledger; ``memory`` measures or counts what
+each device holds. Notebook 04 shows both.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .data_parallel import DataParallel, DataParallelModel, replicate
+from .ddp import DistributedDataParallel
+from .devices import count_bytes, num_bytes
+from .launcher import launch
+from .memory import peak_memory, saved_memory
+from .parallel_loss import DataParallelCriterion
+from .scattering import check_devices, gather, scatter, tensors_of
+
+
+class Step(NamedTuple):
+    """One step of an iteration: what is sent on which link, or which devices compute."""
+
+    name: str
+    bytes: dict[tuple, int]  # (source, destination) -> bytes
+    busy: tuple[int, ...] = ()  # positions
+
+
+# Of each form the steps, in order: kinds of messages of the ledger, or who computes.
+STEPS = MappingProxyType(
+    {
+        "DataParallel": {
+            "scatter the batch": ("inputs",),
+            "replicate the module": ("parameters", "buffers"),
+            "forward": "all",
+            "gather the outputs": ("outputs",),
+            "loss": "first",
+            "scatter output gradients": ("gradient of outputs",),
+            "backward": "all",
+            "add up the gradients": ("gradient of parameters",),
+        },
+        "balanced": {
+            "scatter the batch": ("inputs", "targets"),
+            "replicate the module": ("parameters", "buffers"),
+            "forward": "all",
+            "loss": "all",
+            "add up the losses": ("losses",),
+            "scatter loss gradients": ("gradient of losses",),
+            "backward": "all",
+            "add up the gradients": ("gradient of parameters",),
+        },
+        "DDP": {
+            "forward": "all",
+            "loss": "all",
+            "backward": "all",
+            "allreduce the gradients": ("",),  # messages between ranks have no name of their own
+        },
+    }
+)
+
+
+def trace(
+    form: str,
+    module: nn.Module,
+    criterion: nn.Module,
+    X: torch.Tensor,
+    y: torch.Tensor,
+    devices: Sequence[torch.device],
+) -> list[Step]:
+    """Run a forward and a backward pass of ``form``, and return its steps with what they sent.
+
+    The gradients are left in a copy of ``module``. The batch starts where ``X`` and ``y`` are. DDP
+    runs in one process a device, on the CPU (the bytes are the same on GPUs), each with its part of
+    the batch from the start.
+
+    Args:
+        form: "DataParallel", "balanced" or "DDP".
+        module: with all parameters and buffers on ``devices[0]``.
+        criterion: called with (output, target); one of torch's, for the balanced form.
+        X: the inputs, with at least one row a device.
+        y: their targets.
+        devices: one a replica.
+    """
+    _check(form, X, devices)
+    module, X = deepcopy(module), X.detach()
+    if form == "DDP":
+        kinds = _run_ranks(module, criterion, X, y, len(devices))
+    else:
+        with count_bytes() as ledger:
+            losses(module, criterion, devices)[form](X, y).backward()
+        kinds = ledger.kinds
+    steps = []
+    for name, what in STEPS[form].items():
+        if isinstance(what, tuple):
+            steps.append(Step(name, sum((kinds.pop(kind, Counter()) for kind in what), Counter())))
+        else:
+            steps.append(Step(name, {}, tuple(range(len(devices) if what == "all" else 1))))
+    assert not kinds, f"messages that belong to no step: {kinds}"
+    return steps
+
+
+def losses(module: nn.Module, criterion: nn.Module, devices: Sequence[torch.device]) -> dict:
+    """Return, for each form that runs in one process, the function (X, y) -> loss."""
+    parallel, balanced = DataParallel(module, devices), DataParallelModel(module, devices)
+    parallel_criterion = DataParallelCriterion(criterion, devices)
+    return {
+        "DataParallel": lambda X, y: criterion(parallel(X), y.to(devices[0])),
+        "balanced": lambda X, y: parallel_criterion(balanced(X), y),
+    }
+
+
+def _run_ranks(module, criterion, X, y, k: int) -> dict[str, Counter]:
+    module, criterion = module.cpu(), deepcopy(criterion).cpu()
+    shards = scatter((X.cpu(), y.cpu()), ["cpu"] * k)
+    return {"": sum(launch(_run_rank, k, module, criterion, shards), Counter())}
+
+
+def _run_rank(rank: int, world_size: int, module, criterion, shards) -> Counter:
+    X, y = shards[rank]
+    model = DistributedDataParallel(module)
+    with count_bytes() as ledger:
+        criterion(model(X), y).backward()
+    return ledger.bytes
+
+
+class Memory(NamedTuple):
+    """What each device holds, in bytes by kind, and how that was found out."""
+
+    devices: list[dict[str, int]]
+    method: str
+
+
+def memory(
+    form: str,
+    module: nn.Module,
+    criterion: nn.Module,
+    X: torch.Tensor,
+    y: torch.Tensor,
+    devices: Sequence[torch.device],
+) -> Memory:
+    """Return what an iteration of ``form`` holds on each device; the arguments are ``trace``'s.
+
+    On GPUs, one a position, it is the peak that the allocator of each reports. On virtual devices
+    it is counted for each position: parameters with buffers; gradients, of parameters and of
+    outputs; outputs; and activations, which is what else autograd saves for the backward pass.
+    """
+    _check(form, X, devices)
+    devices, X = check_devices(devices), X.detach()
+    if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
+        return Memory(_measure(form, module, criterion, X, y, devices), "peak of the allocator")
+    return Memory(_count(form, module, criterion, X, y, devices), "counted")
+
+
+def _measure(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
+    if form == "DDP":  # each rank for itself: the others are not seen
+        parts = [
+            ([device], *part)
+            for device, part in zip(devices, scatter((X, y), devices), strict=True)
+        ]
+    else:
+        parts = [(devices, X, y)] * len(devices)
+
+    def run(devices, X, y):
+        loss = losses(deepcopy(module).to(devices[0]), criterion, devices)
+        loss["balanced" if form == "DDP" else form](X, y).backward()
+
+    return [
+        {"in all": peak_memory(partial(run, *part), device)}
+        for device, part in zip(devices, parts, strict=True)
+    ]
+
+
+def _count(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
+    parameters = _bytes_of([*module.parameters(), *module.buffers()])
+    gradients = _bytes_of([param for param in module.parameters() if param.requires_grad])
+    replicas, shards = replicate(module, devices), scatter((X, y), devices)
+    held, outputs = [], []
+    for replica, (X_shard, y_shard) in zip(replicas, shards, strict=True):
+        X_shard = X_shard.clone()  # not a view of the whole batch
+        state = [*replica.parameters(), *replica.buffers()]
+        output, saved = saved_memory(partial(replica, X_shard), state)
+        outputs.append(output)
+        held.append({"parameters": parameters, "gradients": gradients + _bytes_of(output)})
+        held[-1] |= {"outputs": _bytes_of(output), "activations": saved}
+        if form != "DataParallel":
+            held[-1]["activations"] += _saved_by_loss(criterion, output, y_shard)
+    if form == "DataParallel":
+        whole = gather(outputs, devices[0])
+        held[0]["activations"] += _saved_by_loss(criterion, whole, y)
+        if len(devices) > 1:  # what is joined is there twice, and so is its gradient
+            held[0]["outputs"] += _bytes_of(whole)
+            held[0]["gradients"] += _bytes_of(whole)
+    if form != "DDP" and len(devices) > 1:
+        held[0]["gradients"] += gradients  # the sum, beside those of replica 0
+    return held
+
+
+def _saved_by_loss(criterion, output, y) -> int:
+    y = y.to(output.device)
+    return saved_memory(partial(criterion, output, y), [output, y, *criterion.buffers()])[1]
+
+
+def _bytes_of(tree) -> int:
+    return sum(map(num_bytes, tensors_of(tree)))
+
+
+def _check(form: str, X: torch.Tensor, devices: Sequence[torch.device]) -> None:
+    if form not in STEPS:
+        raise ValueError(f"form is {form!r}, which is none of {', '.join(STEPS)}")
+    if len(X) < len(devices):
+        raise ValueError(f"{len(X)} rows are too few for {len(devices)} devices")

@@ -1,0 +1,255 @@
+"""The loss that need not sit on one device: computed in parts, and put together as if in one.
+
+``DataParallelCriterion`` takes outputs that lie on several devices; ``ChunkedLoss`` never has all
+logits of a large vocabulary, anywhere. Both meet one question: the mean of the parts' means is not
+the mean of the whole, unless all parts count the same. So each part is weighted by the number that
+its own mean was divided by. Notebook 04 builds this file. Sources: H. Zhang's PyTorch-Encoding
+(``DataParallelCriterion``, which takes the mean of means), and ``MultiGPULossCompute`` of A. Rush's
+"The Annotated Transformer" (2018).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .data_parallel import parallel_apply, replicate
+from .devices import move
+from .scattering import check_devices, num_rows, scatter
+
+Count = Callable[..., float]  # targets -> the number that the mean over them is divided by
+
+# Losses of torch.nn whose mean counts every element of the target alike.
+PER_ELEMENT = (
+    nn.L1Loss,
+    nn.MSELoss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.SoftMarginLoss,
+    nn.HingeEmbeddingLoss,
+    nn.KLDivLoss,
+    nn.PoissonNLLLoss,
+    nn.GaussianNLLLoss,
+    nn.MultiMarginLoss,
+    nn.MultiLabelMarginLoss,
+    nn.MultiLabelSoftMarginLoss,
+)
+PER_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)  # may weigh classes, or ignore one
+
+
+class DataParallelCriterion(nn.Module):
+    """A loss of outputs that lie on several devices: the loss that one device would have computed.
+
+    Called with the list that ``DataParallelModel`` returns, and with the targets of the whole
+    batch, it scatters the targets, computes each part where its output is, and puts the parts
+    together on ``devices[0]``: by ``criterion.reduction``, "none" joins them and "sum" adds them;
+    for "mean" each counts by its share of the number that the mean is divided by. That is known of
+    torch's own losses: elements of the target, or, for cross-entropy, the summed class weights of
+    the targets that are not ignored. For any other criterion pass ``count``.
+
+    Args:
+        criterion: called with (output, target, …); a module is replicated, a function is shared.
+        devices: those of the ``DataParallelModel``.
+        count: target, … -> the number that the mean over them is divided by, proportionally.
+        dim: the dimension of the rows.
+
+    Raises:
+        ValueError: the parts of this criterion's loss cannot be put together without ``count``;
+            from a call, outputs and targets differ in rows, there are more outputs than devices, or
+            a loss that is to be averaged is no single number.
+    """
+
+    def __init__(
+        self,
+        criterion: Callable,
+        devices: Sequence[torch.device],
+        count: Count | None = None,
+        dim: int = 0,
+    ):
+        super().__init__()
+        self.criterion, self.devices, self.dim = criterion, check_devices(devices), dim
+        self.count = count
+        find_count(criterion, count)
+
+    def forward(self, outputs: Sequence[Any], *targets: Any) -> torch.Tensor:
+        """Return the loss, on ``devices[0]``."""
+        if not isinstance(outputs, (list, tuple)) or not 1 <= len(outputs) <= len(self.devices):
+            number = len(outputs) if isinstance(outputs, (list, tuple)) else "no list of"
+            raise ValueError(
+                f"there are {number} outputs for {len(self.devices)} devices: pass the list that "
+                "DataParallelModel returns"
+            )
+        devices = self.devices[: len(outputs)]
+        shards = scatter(targets, devices, self.dim, "targets")
+        for output, shard in zip(outputs, shards, strict=True):
+            require_rows(output, shard, self.dim)
+        weights = shares(self.criterion, self.count, shards)
+        criteria = replicate_any(self.criterion, devices)
+        losses = parallel_apply(
+            [criteria[i] for i in weights], [(outputs[i], *shards[i]) for i in weights]
+        )
+        losses = dict(zip(weights, losses, strict=True))
+        positions = {i: i for i in weights}
+        return put_together(self.criterion, losses, weights, positions, devices[0], self.dim)
+
+
+class ChunkedLoss(nn.Module):
+    """``criterion(generator(hidden), target)`` in chunks, so that the full logits never exist.
+
+    The positions are dealt out to the devices, and on each of them go through the generator and the
+    criterion ``chunk_size`` at a time. A chunk's logits are forgotten once its loss is there; the
+    backward pass computes them again, a chunk at a time. The price is the generator's forward pass
+    once more.
+
+    Args:
+        generator: maps hidden states (n, d) to logits (n, classes), each position by itself.
+        criterion: called with (logits, target), both with a row for each position.
+        devices: where the chunks are computed; the generator is on ``devices[0]``.
+        chunk_size: positions whose logits exist at the same time on one device.
+        count: see ``DataParallelCriterion``.
+
+    Raises:
+        ValueError: see ``DataParallelCriterion``; ``chunk_size`` is not a positive int; from a
+            call, ``hidden`` and ``target`` differ in positions.
+    """
+
+    def __init__(
+        self,
+        generator: nn.Module,
+        criterion: Callable,
+        devices: Sequence[torch.device],
+        chunk_size: int,
+        count: Count | None = None,
+    ):
+        super().__init__()
+        if not isinstance(chunk_size, int) or chunk_size < 1:
+            raise ValueError(f"chunk_size must be a positive int, not {chunk_size!r}")
+        self.generator, self.criterion, self.count = generator, criterion, count
+        self.devices, self.chunk_size = check_devices(devices), chunk_size
+        find_count(criterion, count)
+
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the loss; ``hidden`` is (…, d), ``target`` (…), or with classes (…, classes)."""
+        places = hidden.shape[:-1]
+        if target.shape[: len(places)] != places:
+            raise ValueError(
+                f"hidden has shape {list(hidden.shape)}, so target must have shape {list(places)}, "
+                f"with or without another dimension, but it has {list(target.shape)}"
+            )
+        rows = (
+            hidden.reshape(-1, hidden.shape[-1]),
+            target.reshape(-1, *target.shape[len(places) :]),
+        )
+        devices = self.devices[: max(1, len(rows[0]))]
+        parts = [  # (number of the chunk, device, hidden states, target)
+            (number, i, *chunk)
+            for i, shard in enumerate(scatter(rows, devices, kind="hidden states"))
+            for number, chunk in enumerate(
+                zip(*[part.split(self.chunk_size) for part in shard], strict=True)
+            )
+        ]
+        weights = shares(self.criterion, self.count, [(target,) for *_, target in parts])
+        generators = replicate(self.generator, devices)
+        criteria = replicate_any(self.criterion, devices)
+        losses = {}
+        for part in sorted(weights, key=lambda part: parts[part][0]):  # all devices take turns
+            _, i, states, labels = parts[part]
+            call = partial(_loss_of_chunk, generators[i], criteria[i])
+            losses[part] = checkpoint(call, states, labels, use_reentrant=False)
+        positions = {part: parts[part][1] for part in weights}
+        loss = put_together(self.criterion, losses, weights, positions, devices[0])
+        return loss.reshape(*places, *loss.shape[1:]) if loss.dim() else loss
+
+
+def _loss_of_chunk(generator, criterion, states: torch.Tensor, target: torch.Tensor):
+    return criterion(generator(states), target)
+
+
+def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
+    """Return the function that counts a target for the mean; None where there is no mean to take.
+
+    Raises:
+        ValueError: ``criterion`` is not one of torch's, its ``reduction`` is neither "sum" nor
+            "none", and there is no ``count``.
+    """
+    if count is not None:
+        return count
+    reduction = getattr(criterion, "reduction", None)
+    if reduction in ("sum", "none"):
+        return None
+    if type(criterion) in PER_ELEMENT:
+        return lambda target, *_: target.numel()
+    if type(criterion) in PER_CLASS:
+        return lambda target: summed_weights(criterion, target)
+    name = getattr(criterion, "__name__", type(criterion).__name__)
+    raise ValueError(
+        f"{name} is not a loss of torch.nn of which it is known what its mean is divided by: pass "
+        "count, a function of the target that returns this number"
+    )
+
+
+def shares(criterion: Callable, count: Count | None, targets: Sequence[tuple]) -> dict[int, float]:
+    """Return by what factor the loss of each part enters the whole, without parts that do not.
+
+    For a sum, and where nothing is reduced, that is 1. For a mean it is the part's share of the
+    count; the mean over nothing at all is left to the criterion (torch's own give NaN).
+    """
+    count = find_count(criterion, count)
+    if count is None:
+        return dict.fromkeys(range(len(targets)), 1.0)
+    counts = [float(count(*target)) for target in targets]
+    return {i: n / sum(counts) for i, n in enumerate(counts) if n} or {0: 1.0}
+
+
+def put_together(
+    criterion: Callable,
+    losses: dict[int, torch.Tensor],
+    weights: dict[int, float],
+    positions: dict[int, int],
+    device: torch.device,
+    dim: int = 0,
+) -> torch.Tensor:
+    """Return the loss of the whole, on ``device``, from that of each part; see ``shares``."""
+    there = [
+        move(losses[part], device, positions[part], 0, "losses", "gradient of losses")
+        for part in weights
+    ]
+    if getattr(criterion, "reduction", None) == "none":
+        return torch.cat(there, dim)
+    for loss in there:
+        if loss.dim():
+            raise ValueError(
+                f"a part's loss has shape {list(loss.shape)}, but it should be a single number"
+            )
+    return sum(loss * weight for loss, weight in zip(there, weights.values(), strict=True))
+
+
+def summed_weights(criterion: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor) -> float:
+    """Return the sum of the class weights of those targets that are not ignored."""
+    if target.is_floating_point():  # a probability for each class: every row counts
+        return target.numel()
+    kept = target[target != criterion.ignore_index]
+    if criterion.weight is None:
+        return kept.numel()
+    return criterion.weight.to(kept.device)[kept].double().sum().item()
+
+
+def replicate_any(criterion: Callable, devices: list[torch.device]) -> list[Callable]:
+    """Replicate a module; a function serves all devices."""
+    if isinstance(criterion, nn.Module):
+        return replicate(criterion, devices)
+    return [criterion] * len(devices)
+
+
+def require_rows(output: Any, targets: tuple, dim: int) -> None:
+    """Raise ValueError if an output that is a tensor has not as many rows as its targets."""
+    rows = num_rows(targets, dim)
+    if isinstance(output, torch.Tensor) and output.dim() and rows not in (None, output.shape[dim]):
+        raise ValueError(
+            f"an output has {output.shape[dim]} rows, but its part of the targets has {rows}"
+        )

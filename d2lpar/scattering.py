@@ -1,0 +1,179 @@
+"""A batch of any structure, split over devices, and joined again.
+
+``scatter`` and ``gather`` are the first and the last of the four functions that make DataParallel.
+Notebook 04 builds this file. Source: ``torch.nn.parallel.scatter`` and ``gather``, which need GPUs.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+
+from .devices import move
+
+
+def scatter(
+    inputs: Any, devices: Sequence[torch.device], dim: int = 0, kind: str = "inputs"
+) -> list[Any]:
+    """Split every tensor of ``inputs`` along ``dim``; return a list of what each device gets.
+
+    Tuples, lists and dicts, nested in any way, are rebuilt around the shards; what is no tensor
+    goes to every device by reference. The shards differ by at most one row and keep the order; with
+    fewer rows than devices the last ones are empty. Gradients flow back. ``kind`` is what the
+    ledger calls these messages; the way back is "gradient of" that.
+
+    Raises:
+        ValueError: there is no device; two tensors differ in their size along ``dim``, or one does
+            not have that dimension.
+    """
+    devices = check_devices(devices)
+    num_rows(inputs, dim)
+    return _scatter(inputs, devices, dim, kind)
+
+
+def _scatter(inputs: Any, devices: list[torch.device], dim: int, kind: str) -> list[Any]:
+    k = len(devices)
+    if isinstance(inputs, torch.Tensor):
+        few, more = divmod(inputs.shape[dim], k)
+        shards = inputs.split([few + (i < more) for i in range(k)], dim)
+        src, back = position(inputs.device, devices), f"gradient of {kind}"
+        return [move(shards[i], devices[i], src, i, kind, back) for i in range(k)]
+    if isinstance(inputs, (tuple, list, dict)):
+        parts = [_scatter(part, devices, dim, kind) for part in _parts(inputs)]
+        return [rebuild(inputs, [shards[i] for shards in parts]) for i in range(k)]
+    return [inputs] * k
+
+
+def num_rows(inputs: Any, dim: int = 0) -> int | None:
+    """Return the size that all tensors of ``inputs`` have along ``dim``; None without tensors.
+
+    Raises ValueError where they differ, or lack the dimension.
+    """
+    tensors = tensors_of(inputs)
+    for tensor in tensors:
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ValueError(
+                f"a tensor of shape {list(tensor.shape)} has no dimension {dim} to split: to give "
+                "every device the same number, pass it as a Python number"
+            )
+        if tensor.shape[dim] != tensors[0].shape[dim]:
+            shapes = [list(tensor.shape) for tensor in (tensors[0], tensor)]
+            raise ValueError(
+                f"tensors of shapes {shapes[0]} and {shapes[1]} differ in dimension {dim}, along "
+                "which they are to be split"
+            )
+    return tensors[0].shape[dim] if tensors else None
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """List the tensors of a nested structure, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, (tuple, list, dict)):
+        return [tensor for part in _parts(tree) for tensor in tensors_of(part)]
+    return []
+
+
+def _parts(tree: tuple | list | dict) -> list:
+    return list(tree.values() if isinstance(tree, dict) else tree)
+
+
+def rebuild(tree: tuple | list | dict, parts: list) -> Any:
+    """Return a tuple, list or dict like ``tree``, of the same type, around other parts."""
+    if isinstance(tree, dict):
+        like = copy(tree)  # of a defaultdict, say, with its factory
+        like.update(zip(tree, parts, strict=True))
+        return like
+    return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+
+
+def gather(
+    outputs: Sequence[Any], device: torch.device, dim: int = 0, kind: str = "outputs"
+) -> Any:
+    """Join the outputs of several devices on ``device``: the reverse of ``scatter``.
+
+    Tensors are joined along ``dim``; those without dimensions become a vector. Tuples, lists and
+    dicts, nested in any way, are rebuilt around the results. Strings, numbers and None must be the
+    same on all devices. Gradients flow back.
+
+    Raises:
+        ValueError: there is no output; or two differ in structure (the keys of dicts, the lengths
+            of lists), in shape beyond ``dim``, or in what is no tensor.
+        TypeError: an output is or holds an object of another type.
+    """
+    if not outputs:
+        raise ValueError("outputs is empty: there is nothing to gather")
+    [device] = check_devices([device])
+    return gather_with(outputs, lambda *tensors: _join(tensors, device, dim, kind))
+
+
+def gather_with(outputs: Sequence[Any], join: Callable) -> Any:
+    """Rebuild output 0 around what ``join`` makes of the tensors in the same place of each."""
+    first, outlines = outputs[0], [_outline(output) for output in outputs]
+    for i, outline in enumerate(outlines):
+        if outline != outlines[0]:
+            raise ValueError(f"output 0 is {outlines[0]}, but output {i} is {outline}")
+    if isinstance(first, torch.Tensor):
+        return join(*outputs)
+    if isinstance(first, dict):
+        return rebuild(
+            first, [gather_with([output[key] for output in outputs], join) for key in first]
+        )
+    if isinstance(first, (tuple, list)):
+        return rebuild(first, [gather_with(parts, join) for parts in zip(*outputs, strict=True)])
+    return first
+
+
+def _outline(output: Any) -> str:
+    """Say in words what of ``output`` must be the same on all devices."""
+    if isinstance(output, torch.Tensor):
+        return "a tensor"
+    if isinstance(output, dict):
+        return f"a dict with the keys {sorted(output, key=repr)}"
+    if isinstance(output, (tuple, list)):
+        return f"a {type(output).__name__} of {len(output)}"
+    if output is None or isinstance(output, (str, bytes, int, float, complex)):
+        return repr(output)
+    raise TypeError(f"cannot gather a {type(output).__name__}: return tensors, or tuples of them")
+
+
+def _join(tensors: list[torch.Tensor], device: torch.device, dim: int, kind: str) -> torch.Tensor:
+    dst = position(device, [tensor.device for tensor in tensors])
+    back = f"gradient of {kind}"
+    there = [move(tensor, device, i, dst, kind, back) for i, tensor in enumerate(tensors)]
+    if all(tensor.dim() == 0 for tensor in there):
+        return torch.stack(there)
+    shapes = [list(tensor.shape) for tensor in there]
+    for i, shape in enumerate(shapes):
+        if not -len(shape) <= dim < len(shape) or _across(shape, dim) != _across(shapes[0], dim):
+            raise ValueError(
+                f"output 0 has shape {shapes[0]}, but output {i} has shape {shape}: they cannot be "
+                f"joined along dimension {dim}"
+            )
+    return torch.cat(there, dim)
+
+
+def _across(shape: list[int], dim: int) -> list[int]:
+    """Return the shape of a row."""
+    return [n for d, n in enumerate(shape) if d != dim % len(shape)]
+
+
+def check_devices(devices: Sequence[torch.device]) -> list[torch.device]:
+    """Return ``devices`` with the numbers of GPUs filled in; raise ValueError if there is none."""
+    if isinstance(devices, (str, torch.device)):
+        raise TypeError(f"devices must be a list of devices, not {devices!r}")
+    devices = [torch.device(device) for device in devices]
+    if not devices:
+        raise ValueError("devices is empty: there must be at least one")
+    return [
+        torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+        for device in devices
+    ]
+
+
+def position(device: torch.device, devices: Sequence[torch.device]) -> int | str:
+    """Return where ``devices`` names ``device`` first; else what the ledger is to call it."""
+    if device in devices:
+        return devices.index(device)
+    return "host" if device.type == "cpu" else str(device)
