@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import copy_context
-from functools import partial, reduce
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -110,7 +110,10 @@ def _add_up(grads: Sequence[torch.Tensor | None], device: torch.device, kind: st
         return there[0] if there else None
     dtype = there[0].dtype
     wide = torch.float32 if is_low_precision(dtype) else dtype
-    return reduce(torch.add, [grad.to(wide) for grad in there]).to(dtype)
+    total = there[0].to(wide) + there[1].to(wide)
+    for grad in there[2:]:
+        total += grad
+    return total.to(dtype)
 
 
 def _replica(module: nn.Module, twins: dict[int, Any], own_buffers: bool) -> nn.Module:
@@ -143,9 +146,9 @@ def parallel_apply(
 ) -> list[Any]:
     """Call each module with its inputs, in a thread of its own; return the outputs in order.
 
-    The caller's own thread takes the first. ``inputs[i]`` is the tuple or list of the arguments of ``modules[i]``, or its only argument.
-    Every thread has the caller's grad mode, inference mode, autocast and ledger. On a CPU they draw
-    random numbers from one generator, in no certain order.
+    The caller's own thread takes the first. ``inputs[i]`` is the tuple or list of the arguments of
+    ``modules[i]``, or its only argument. Every thread has the caller's grad mode, inference mode,
+    autocast and ledger. On a CPU they draw random numbers from one generator, in no certain order.
 
     Raises:
         ValueError: there are not as many inputs, or kwargs, as modules.

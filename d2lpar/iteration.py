@@ -150,7 +150,7 @@ def memory(
     outputs; outputs; and activations, which is what else autograd saves for the backward pass.
     """
     _check(form, X, devices)
-    devices, X = check_devices(devices), X.detach()
+    module, devices, X = deepcopy(module), check_devices(devices), X.detach()
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
         return Memory(_measure(form, module, criterion, X, y, devices), "peak of the allocator")
     return Memory(_count(form, module, criterion, X, y, devices), "counted")
