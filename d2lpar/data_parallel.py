@@ -29,8 +29,9 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 
     A replica has its own copies of parameters and buffers, and shares everything else with the
     module. Replica 0 is where the module is: it works on the module's own buffers, so that running
-    statistics go on. Tied parameters stay tied. What a replica sets on itself in ``forward`` goes
-    with it, and a hook that was made with the module in it sees the module, not the replica.
+    statistics go on. Tied parameters stay tied, and lists and tuples of tensors and submodules hold
+    the replica's. What a replica sets on itself in ``forward`` goes with it, and a hook that was
+    made with the module in it sees the module, not the replica.
 
     The gradients are added up on ``devices[0]``, in the order of the devices, so that they have the
     same bits in every run; 16-bit ones are added as float32 and rounded once.
@@ -119,7 +120,7 @@ def _add_up(grads: Sequence[torch.Tensor | None], device: torch.device, kind: st
 def _replica(module: nn.Module, twins: dict[int, Any], own_buffers: bool) -> nn.Module:
     """Return a shallow copy of ``module`` and its submodules, with the twin of every tensor."""
     parts = list(module.modules())
-    twins |= {id(part): part.__class__.__new__(part.__class__) for part in parts}
+    twins |= {id(part): object.__new__(part.__class__) for part in parts}
     for part in parts:
         replica = vars(twins[id(part)])
         replica |= {name: _twin(value, twins) for name, value in vars(part).items()}
@@ -131,11 +132,13 @@ def _replica(module: nn.Module, twins: dict[int, Any], own_buffers: bool) -> nn.
 
 
 def _twin(value: Any, twins: dict[int, Any]) -> Any:
-    """Return the replica's own of a tensor, a module or a list of them; else ``value`` itself."""
+    """Return the replica's own of a tensor, a module, a list of them; else ``value`` itself."""
     if id(value) in twins:
         return twins[id(value)]
-    if isinstance(value, (list, tuple)) and any(id(part) in twins for part in value):
-        return rebuild(value, [_twin(part, twins) for part in value])
+    if isinstance(value, (list, tuple)):
+        parts = [_twin(part, twins) for part in value]
+        changed = any(twin is not part for twin, part in zip(parts, value, strict=True))
+        return rebuild(value, parts) if changed else value
     if isinstance(value, MethodType) and id(value.__self__) in twins:
         return MethodType(value.__func__, twins[id(value.__self__)])
     return value
@@ -148,7 +151,9 @@ def parallel_apply(
 
     The caller's own thread takes the first. ``inputs[i]`` is the tuple or list of the arguments of
     ``modules[i]``, or its only argument. Every thread has the caller's grad mode, inference mode,
-    autocast and ledger. On a CPU they draw random numbers from one generator, in no certain order.
+    autocast and ledger; other settings that torch keeps for each thread, such as hooks on saved
+    tensors, hold for the first module only. On a CPU all draw random numbers from one generator, in
+    no certain order.
 
     Raises:
         ValueError: there are not as many inputs, or kwargs, as modules.
@@ -198,8 +203,7 @@ def _modes(device: torch.device) -> list:
     ]
     for kind in sorted({"cpu", device.type}):
         if torch.is_autocast_enabled(kind):
-            caches = torch.is_autocast_cache_enabled()
-            modes.append(torch.autocast(kind, torch.get_autocast_dtype(kind), True, caches))
+            modes.append(torch.autocast(kind))  # with the dtype that is set now
     if device.type == "cuda":
         modes += [
             torch.cuda.device(device),
@@ -269,11 +273,14 @@ class DataParallel(DataParallelModel):
         dim: int = 0,
     ):
         super().__init__(module, devices, dim)
-        [self.output_device] = check_devices([output_device or self.devices[0]])
+        chosen = self.devices[0] if output_device is None else output_device
+        [self.output_device] = check_devices([chosen])
 
     def forward(self, *args, **kwargs) -> Any:
         """Return the module's output for the whole batch."""
         outputs = super().forward(*args, **kwargs)
+        if self.devices == [self.output_device]:
+            return outputs[0]
         if len(self.devices) == 1:
             return gather_with(outputs, lambda tensor: move(tensor, self.output_device, 0, 0))
         return gather(outputs, self.output_device, self.dim)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -125,9 +126,22 @@ def move(
     there = tensor.to(device)
     ledger = _ledger.get()
     if ledger is not None and src != dst and there.requires_grad and torch.is_grad_enabled():
-        there = there.view_as(there)  # of which this message is the only use
-        there.register_hook(lambda grad: ledger.record(dst, src, num_bytes(grad), grad_kind))
+        there = _WayBack.apply(there, partial(ledger.record, dst, src, kind=grad_kind))
     return there
+
+
+class _WayBack(torch.autograd.Function):
+    """The tensor itself; when its gradient comes back, its bytes are recorded."""
+
+    @staticmethod
+    def forward(ctx, tensor, record):
+        ctx.record = record
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.record(nbytes=num_bytes(grad))
+        return grad, None
 
 
 def record_message(tensor: torch.Tensor, src, dst, kind: str = "") -> None:

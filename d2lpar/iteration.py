@@ -74,9 +74,9 @@ def trace(
 ) -> list[Step]:
     """Run a forward and a backward pass of ``form``, and return its steps with what they sent.
 
-    The gradients are left in a copy of ``module``. The batch starts where ``X`` and ``y`` are. DDP
-    runs in one process a device, on the CPU (the bytes are the same on GPUs), each with its part of
-    the batch from the start.
+    ``module`` is left as it is. The batch starts where ``X`` and ``y`` are. DDP runs in one process
+    a device, on the CPU (the bytes are the same on GPUs), each with its part of the batch from the
+    start; buffers, which it sends from the second iteration on, are not in its trace.
 
     Args:
         form: "DataParallel", "balanced" or "DDP".

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode  # "Extending PyTorch" documents it
 
+from .devices import num_bytes
 from .scattering import tensors_of
 
 
@@ -79,8 +80,11 @@ def saved_memory(
     saved = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+        else:
+            saved[tensor] = num_bytes(tensor)
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):

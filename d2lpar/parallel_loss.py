@@ -9,7 +9,9 @@ its own mean was divided by. Notebook 04 builds this file. Sources: H. Zhang's P
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -88,8 +90,8 @@ class DataParallelCriterion(nn.Module):
         shards = scatter(targets, devices, self.dim, "targets")
         for output, shard in zip(outputs, shards, strict=True):
             require_rows(output, shard, self.dim)
-        weights = shares(self.criterion, self.count, shards)
-        criteria = replicate_any(self.criterion, devices)
+        criterion, weights = shares(self.criterion, self.count, shards)
+        criteria = replicate_any(criterion, devices)
         losses = parallel_apply(
             [criteria[i] for i in weights], [(outputs[i], *shards[i]) for i in weights]
         )
@@ -153,9 +155,9 @@ class ChunkedLoss(nn.Module):
                 zip(*[part.split(self.chunk_size) for part in shard], strict=True)
             )
         ]
-        weights = shares(self.criterion, self.count, [(target,) for *_, target in parts])
-        generators = replicate(self.generator, devices)
-        criteria = replicate_any(self.criterion, devices)
+        targets = [(target,) for *_, target in parts]
+        criterion, weights = shares(self.criterion, self.count, targets)
+        generators, criteria = replicate(self.generator, devices), replicate_any(criterion, devices)
         losses = {}
         for part in sorted(weights, key=lambda part: parts[part][0]):  # all devices take turns
             _, i, states, labels = parts[part]
@@ -163,7 +165,7 @@ class ChunkedLoss(nn.Module):
             losses[part] = checkpoint(call, states, labels, use_reentrant=False)
         positions = {part: parts[part][1] for part in weights}
         loss = put_together(self.criterion, losses, weights, positions, devices[0])
-        return loss.reshape(*places, *loss.shape[1:]) if loss.dim() else loss
+        return loss.reshape(places + loss.shape[1:]) if loss.dim() else loss
 
 
 def _loss_of_chunk(generator, criterion, states: torch.Tensor, target: torch.Tensor):
@@ -177,11 +179,10 @@ def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
         ValueError: ``criterion`` is not one of torch's, its ``reduction`` is neither "sum" nor
             "none", and there is no ``count``.
     """
+    if getattr(criterion, "reduction", None) in ("sum", "none"):
+        return None
     if count is not None:
         return count
-    reduction = getattr(criterion, "reduction", None)
-    if reduction in ("sum", "none"):
-        return None
     if type(criterion) in PER_ELEMENT:
         return lambda target, *_: target.numel()
     if type(criterion) in PER_CLASS:
@@ -193,17 +194,25 @@ def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
     )
 
 
-def shares(criterion: Callable, count: Count | None, targets: Sequence[tuple]) -> dict[int, float]:
-    """Return by what factor the loss of each part enters the whole, without parts that do not.
+def shares(
+    criterion: Callable, count: Count | None, targets: Sequence[tuple]
+) -> tuple[Callable, dict[int, float]]:
+    """Return what to call for the loss of a part, and by what factor each enters the whole.
 
     For a sum, and where nothing is reduced, that is 1. For a mean it is the part's share of the
-    count; the mean over nothing at all is left to the criterion (torch's own give NaN).
+    count; parts that count nothing are left out. The mean over nothing at all is left to the
+    criterion (torch's own give NaN).
     """
-    count = find_count(criterion, count)
-    if count is None:
-        return dict.fromkeys(range(len(targets)), 1.0)
-    counts = [float(count(*target)) for target in targets]
-    return {i: n / sum(counts) for i, n in enumerate(counts) if n} or {0: 1.0}
+    parts, counts_of = range(len(targets)), find_count(criterion, count)
+    if counts_of is None:
+        return criterion, dict.fromkeys(parts, 1.0)
+    counts = [float(counts_of(*target)) for target in targets]
+    total = sum(counts)
+    if count is None and getattr(criterion, "label_smoothing", 0):
+        criterion = copy(criterion)  # of which even a part that counts nothing has a sum
+        criterion.reduction = "sum"
+        return criterion, dict.fromkeys(parts, 1 / total if total else inf)
+    return criterion, {i: counts[i] / total for i in parts if counts[i]} or {0: 1.0}
 
 
 def put_together(
@@ -232,11 +241,11 @@ def put_together(
 def summed_weights(criterion: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor) -> float:
     """Return the sum of the class weights of those targets that are not ignored."""
     if target.is_floating_point():  # a probability for each class: every row counts
-        return target.numel()
+        return target.numel() / target.shape[min(1, target.dim() - 1)]
     kept = target[target != criterion.ignore_index]
     if criterion.weight is None:
         return kept.numel()
-    return criterion.weight.to(kept.device)[kept].double().sum().item()
+    return criterion.weight.to(kept.device)[kept.long()].double().sum().item()
 
 
 def replicate_any(criterion: Callable, devices: list[torch.device]) -> list[Callable]:

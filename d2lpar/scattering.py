@@ -9,6 +9,7 @@ from copy import copy
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from .devices import move
 
@@ -26,6 +27,7 @@ def scatter(
     Raises:
         ValueError: there is no device; two tensors differ in their size along ``dim``, or one does
             not have that dimension.
+        TypeError: ``devices`` is no list.
     """
     devices = check_devices(devices)
     num_rows(inputs, dim)
@@ -37,6 +39,8 @@ def _scatter(inputs: Any, devices: list[torch.device], dim: int, kind: str) -> l
     if isinstance(inputs, torch.Tensor):
         few, more = divmod(inputs.shape[dim], k)
         shards = inputs.split([few + (i < more) for i in range(k)], dim)
+        if inputs.requires_grad:  # autograd forbids to write to such a view, as ReLU(inplace=True)
+            shards = [shard.clone() for shard in shards]
         src, back = position(inputs.device, devices), f"gradient of {kind}"
         return [move(shards[i], devices[i], src, i, kind, back) for i in range(k)]
     if isinstance(inputs, (tuple, list, dict)):
@@ -61,7 +65,7 @@ def num_rows(inputs: Any, dim: int = 0) -> int | None:
             shapes = [list(tensor.shape) for tensor in (tensors[0], tensor)]
             raise ValueError(
                 f"tensors of shapes {shapes[0]} and {shapes[1]} differ in dimension {dim}, along "
-                "which they are to be split"
+                "which they are to be split; what all devices need alike can be a module's buffer"
             )
     return tensors[0].shape[dim] if tensors else None
 
@@ -83,7 +87,8 @@ def rebuild(tree: tuple | list | dict, parts: list) -> Any:
     """Return a tuple, list or dict like ``tree``, of the same type, around other parts."""
     if isinstance(tree, dict):
         like = copy(tree)  # of a defaultdict, say, with its factory
-        like.update(zip(tree, parts, strict=True))
+        for key, part in zip(tree, parts, strict=True):
+            like[key] = part
         return like
     return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
 
@@ -131,7 +136,7 @@ def _outline(output: Any) -> str:
         return "a tensor"
     if isinstance(output, dict):
         return f"a dict with the keys {sorted(output, key=repr)}"
-    if isinstance(output, (tuple, list)):
+    if isinstance(output, (tuple, list)) and not isinstance(output, PackedSequence):
         return f"a {type(output).__name__} of {len(output)}"
     if output is None or isinstance(output, (str, bytes, int, float, complex)):
         return repr(output)
@@ -160,16 +165,18 @@ def _across(shape: list[int], dim: int) -> list[int]:
 
 
 def check_devices(devices: Sequence[torch.device]) -> list[torch.device]:
-    """Return ``devices`` with the numbers of GPUs filled in; raise ValueError if there is none."""
+    """Return ``devices`` as tensors name theirs, such as cuda:0; ValueError if there is none."""
     if isinstance(devices, (str, torch.device)):
         raise TypeError(f"devices must be a list of devices, not {devices!r}")
     devices = [torch.device(device) for device in devices]
     if not devices:
         raise ValueError("devices is empty: there must be at least one")
-    return [
-        torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
-        for device in devices
-    ]
+    for i, device in enumerate(devices):
+        if device.type == "cpu":
+            devices[i] = torch.device("cpu")  # not cpu:0
+        elif str(device) == "cuda":
+            devices[i] = torch.device("cuda", torch.cuda.current_device())
+    return devices
 
 
 def position(device: torch.device, devices: Sequence[torch.device]) -> int | str:

@@ -1,10 +1,12 @@
 import threading
+from collections import Counter
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from d2lpar import Ledger, choose_devices, count_bytes, move, try_all_gpus, try_gpu
-from d2lpar.devices import describe, hardware
+from d2lpar.devices import describe, hardware, num_bytes
 
 
 def pretend_gpus(monkeypatch, count):
@@ -59,6 +61,86 @@ def test_moving_counts_bytes_per_link_and_copies_nothing_within_one_memory():
     assert ledger.messages == {(0, 1): 2, (1, 2): 1, ("host", 2): 1}
     assert (ledger.sent(0), ledger.received(0)) == (64, 0)
     assert (ledger.sent(2), ledger.received(2)) == (0, 72)
+
+
+def test_the_ledger_keeps_kinds_apart_in_the_order_of_their_first_message():
+    x, cpu = torch.zeros(2), torch.device("cpu")
+    with count_bytes() as ledger:
+        move(x, cpu, 0, 1, "outputs")
+        move(x, cpu, 0, 1, "inputs")
+        move(x, cpu, 1, 0, "outputs")
+        move(x, cpu, 0, 1, "outputs")
+        move(x, cpu, 1, 1, "nothing")
+        move(x, cpu, 0, 1)
+    assert list(ledger.kinds.items()) == [
+        ("outputs", {(0, 1): 16, (1, 0): 8}),
+        ("inputs", {(0, 1): 8}),
+        ("", {(0, 1): 8}),
+    ]
+    assert sum(ledger.kinds.values(), Counter()) == ledger.bytes
+
+
+def test_a_gradient_travels_back_once_and_is_counted_where_the_tensor_was():
+    x, cpu = torch.ones(3, requires_grad=True), torch.device("cpu")
+    with count_bytes() as ledger:
+        y = move(x, cpu, 0, 1, "there", "back")
+    assert y is not x and y.data_ptr() == x.data_ptr()
+    (y.exp() + y).sum().backward()  # after the block, and for two uses
+    torch.testing.assert_close(x.grad, torch.e + torch.ones(3))
+    x.sum().backward()  # not by way of y
+    assert ledger.kinds == {"there": {(0, 1): 12}, "back": {(1, 0): 12}}
+    assert list(ledger.kinds) == ["there", "back"]
+    y.sum().backward()  # a second pass sends it again
+    assert ledger.kinds["back"] == {(1, 0): 24}
+
+
+def test_a_sparse_gradient_travels_back():
+    weight = torch.ones(5, 2, requires_grad=True)
+    with count_bytes() as ledger:
+        there = move(weight, torch.device("cpu"), 0, 1, grad_kind="back")
+        F.embedding(torch.tensor([1]), there, sparse=True).sum().backward()
+    assert weight.grad.is_sparse
+    assert ledger.kinds["back"] == {(1, 0): 8 + 2 * 4}
+
+
+def test_what_was_moved_may_be_written_to():
+    x = torch.ones(3, requires_grad=True)
+    with count_bytes():
+        move(2 * x, torch.device("cpu"), 0, 1).relu_().sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_nothing_travels_back_of_what_needs_no_gradient_or_goes_nowhere():
+    x, cpu = torch.ones(3, requires_grad=True), torch.device("cpu")
+    assert move(x, cpu, 0, 1, "there", "back") is x  # no ledger
+    with count_bytes() as ledger:
+        assert move(x, cpu, 1, 1, "there", "back") is x
+        move(x.detach(), cpu, 0, 1, "there", "back")
+        with torch.no_grad():
+            move(x, cpu, 0, 1, "there", "back")
+        move(x, cpu, 0, 1, "there", "back")  # of which no loss is made
+    x.sum().backward()
+    assert ledger.kinds == {"there": {(0, 1): 36}}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.zeros(3, 4), 48),
+        (torch.zeros(3, 4, dtype=torch.float16).T, 24),
+        (torch.zeros(1).expand(5), 20),  # all five would be sent
+        (torch.zeros(10)[:2], 8),
+        (torch.zeros(0), 0),
+        (torch.tensor(True), 1),
+        (torch.tensor([[0.0, 1, 0], [2, 0, 3]]).to_sparse(), 3 * (2 * 8 + 4)),
+        (
+            torch.sparse_coo_tensor([[1, 1, 2]], torch.ones(3, 5), (9, 5), check_invariants=True),
+            2 * (8 + 5 * 4),
+        ),
+    ],
+)
+def test_the_bytes_of_a_message(tensor, expected):
+    assert num_bytes(tensor) == expected
 
 
 def test_counting_ends_with_the_block_and_blocks_nest():

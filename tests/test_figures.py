@@ -5,7 +5,8 @@ import pytest
 
 from d2lpar import plot
 from d2lpar.drawing import GREY, PALETTE
-from d2lpar.figures import data_parallel, ranks_and_nodes, three_splits
+from d2lpar.figures import data_parallel, iteration, ranks_and_nodes, three_splits
+from d2lpar.iteration import Step
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -120,3 +121,85 @@ def test_the_alternative_text_of_ranks_and_nodes_tells_what_is_drawn():
 def test_they_are_shown_through_plot_and_keep_their_bytes(draw):
     assert getattr(plot, draw.__name__) is draw
     assert draw().svg == draw().svg
+
+
+STEPS = [
+    Step("scatter <X & y>", {("host", 0): 400, ("host", 1): 1500}),
+    Step("forward", {}, (0, 1)),
+    Step("gather", {(1, 0): 2_000_000}),
+    Step("loss", {}, (0,)),
+    Step("nothing is sent", {}),
+]
+
+
+def test_an_iteration_shows_its_steps_in_order_with_their_bytes():
+    picture = iteration({"A & B": STEPS})
+    words = texts(picture)
+    steps = ["scatter <X & y>", "forward", "gather", "loss", "nothing is sent"]
+    numbered = [f"{n}. {step}" for n, step in enumerate(steps, 1)]
+    assert [word for word in words if word and word[0].isdigit() and ". " in word] == numbered
+    assert {"A & B", "host", "0", "1", "1.9 kB", "2 MB"} <= set(words)
+    assert picture.alt == (
+        "The steps of an iteration. A & B: 1. scatter <X & y>, 1.9 kB; 2. forward; 3. gather, "
+        "2 MB; 4. loss; 5. nothing is sent."
+    )
+    assert ET.fromstring(picture.svg).get("aria-label") == picture.alt
+
+
+def test_an_iteration_has_an_arrow_for_each_link_and_a_block_for_each_that_computes():
+    root = ET.fromstring(iteration({"A": STEPS}).svg)
+    column = {
+        element.text: round(float(element.get("x")))
+        for element in root.iter(SVG + "text")
+        if element.text in ("host", "0", "1")
+    }
+    assert column["host"] < column["0"] < column["1"]
+    arrows = []  # (from, to, how thick)
+    for path in root.iter(SVG + "path"):
+        line = re.fullmatch(r"M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)", path.get("d"))
+        if line:
+            begin, y, end, y_end = map(float, line.groups())
+            assert y == y_end
+            arrows.append((round(begin), begin < end, float(path.get("stroke-width"))))
+    assert [arrow[:2] for arrow in arrows] == [
+        (column["host"], True),
+        (column["host"], True),
+        (column["1"], False),
+    ]
+    thick = [arrow[2] for arrow in arrows]
+    assert 1 <= thick[0] < thick[1] < thick[2]
+    blocks = [
+        round(float(rect.get("x")) + float(rect.get("width")) / 2)
+        for rect in root.iter(SVG + "rect")
+        if rect.get("rx") == "6"
+    ]
+    assert blocks == [column["0"], column["1"], column["0"]]
+
+
+def test_iterations_stand_side_by_side():
+    one, three = iteration({"A": STEPS}), iteration({"A": STEPS, "B": STEPS[:2], "<C>": STEPS})
+    assert one.svg == iteration({"A": STEPS}).svg
+    width = [ET.fromstring(picture.svg).get("viewBox").split()[2] for picture in (one, three)]
+    assert width[0] == width[1]
+    assert [word for word in texts(three) if word in ("A", "B", "<C>")] == ["A", "B", "<C>"]
+    assert "A: 1. scatter" in three.alt and "<C>: 1. scatter" in three.alt
+    assert plot.iteration is iteration
+
+
+def test_an_iteration_may_send_nothing_at_all():
+    assert iteration({"A": [Step("forward", {}, (0,))]}).alt.endswith("A: 1. forward.")
+    assert "1. send." in iteration({"A": [Step("send", {(0, 1): 0})]}).alt
+
+
+@pytest.mark.parametrize("forms", [0, 4])
+def test_too_many_iterations_or_none_are_refused(forms):
+    with pytest.raises(ValueError, match=f"{forms} forms, but only 1 to 3"):
+        iteration({str(i): STEPS for i in range(forms)})
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [(1, "1 B"), (999, "999 B"), (1000, "1 kB"), (1_554_000, "1.55 MB"), (2 * 10**12, "2000 GB")],
+)
+def test_bytes_are_told_with_three_digits(nbytes, words):
+    assert f"1. send, {words}." in iteration({"A": [Step("send", {(0, 1): nbytes})]}).alt

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 import types
@@ -38,6 +39,7 @@ PICTURES = {
     "links": lambda: plot.links(STAR_BYTES, title="star & co"),
     "curves": lambda: plot.curves({"<a>": ([1, 2], [3, 4]), "b": ([1], [2])}, "x & y", "z"),
     "bars": lambda: plot.bars({"a $x$ <b>": 1, "b $": 2}, x_label="time"),
+    "stacks": lambda: plot.stacks({"<a>": {"x & y": 1, "$z": 2}, "b": {"$z": 0.5}}, "a < b"),
     "timeline": lambda: plot.timeline([("<a>", "x & y", 0, 1), ("b", "z", 1, 1)], "a < b"),
     "images": lambda: plot.images(
         torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
@@ -132,6 +134,31 @@ def test_bars_carry_names_values_and_spread():
     assert picture.alt == "Bars: time. a 1.23 ms, b 2 s (1.5 s to 2.5 s)."
 
 
+def test_stacks_carry_names_totals_and_parts():
+    values = {"device 0": {"kept": 3_000_000, "sent": 1_000_000}, "device 1": {"sent": 500}}
+    picture = plot.stacks(values, x_label="memory", unit="bytes", title="All")
+    assert {"device 0", "device 1", "4 MB", "500 B", "kept", "sent", "memory"} <= set(
+        texts(picture)
+    )
+    assert picture.alt == (
+        "Bars: All. device 0 4 MB (kept 3 MB, sent 1 MB); device 1 500 B (sent 500 B)."
+    )
+
+
+def test_parts_of_a_stack_lie_side_by_side_in_the_colour_and_hatch_of_their_kind():
+    root = ET.fromstring(plot.stacks({"a": {"x": 1, "y": 3}, "b": {"y": 2}}).svg)
+    parts = []  # (fill, left, right), x of all and then y of all
+    for path in root.iter(SVG + "path"):
+        if path.get("clip-path"):
+            xs = [float(x) for x in re.findall(r"[ML] (\S+)", path.get("d"))]
+            parts.append((re.search(r"fill: ([^;]+)", path.get("style"))[1], min(xs), max(xs)))
+    (x, left, middle), (_, *nothing), (y, begin, right), (other, start, end) = parts
+    assert x == plot.PALETTE[0].lower() and y == other and y.startswith("url")
+    assert nothing == [left, left] and begin == middle and start == left
+    lengths = [(b - a) / (middle - left) for a, b in ((begin, right), (start, end))]
+    assert lengths == pytest.approx([3, 2])
+
+
 def test_curves_have_labels_units_and_different_dashes():
     sizes = [10**i for i in range(3, 9)]
     series = {name: (sizes, [1e-9 * i * x for x in sizes]) for i, name in enumerate("abcd", 1)}
@@ -163,6 +190,9 @@ def test_images_are_pixels_and_titles():
     [
         (lambda: plot.bars({}), "0 bars"),
         (lambda: plot.links({}), "0 bars"),
+        (lambda: plot.stacks({}), "0 kinds of parts, but 1 to 8"),
+        (lambda: plot.stacks({"a": {}}), "0 kinds of parts"),
+        (lambda: plot.stacks({"a": dict.fromkeys(range(9), 1)}), "9 kinds of parts"),
         (lambda: plot.curves({}, "x", "y"), "0 series"),
         (lambda: plot.curves({str(i): ([1], [1]) for i in range(9)}, "x", "y"), "9 series"),
         (lambda: plot.curves({"a": ([1, 2, 3], [1, 2])}, "x", "y"), "'a' has 3 x .* 2 y"),

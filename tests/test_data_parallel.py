@@ -1,0 +1,689 @@
+"""DataParallel and its parts: the module on shards is the module on the batch."""
+
+import gc
+import pickle
+import threading
+import traceback
+import warnings
+import weakref
+from collections import namedtuple
+from copy import deepcopy
+from itertools import chain
+
+import pytest
+import torch
+from torch import nn
+
+from d2lpar import DataParallel, DataParallelModel, count_bytes, move, parallel_apply, replicate
+from d2lpar.network import LeNet, loss
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "x y")
+
+
+class Apply(nn.Module):
+    """A module that does what a function does, with ``self`` and whatever it is called with."""
+
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self.function = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
+def linear(*sizes):
+    return nn.Linear(*sizes, dtype=torch.float64)
+
+
+def mlp():
+    return nn.Sequential(linear(4, 7), nn.Tanh(), linear(7, 3))
+
+
+def rows(n, *shape):
+    return torch.randn(n, *shape, dtype=torch.float64)
+
+
+def close(ours, theirs, tolerance=1e-12):
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def storages(module):
+    return {t.untyped_storage().data_ptr() for t in chain(module.parameters(), module.buffers())}
+
+
+# The definition: training on shards is training on the whole batch.
+
+
+def squares(y_hat, y):
+    return (y_hat - y) ** 2
+
+
+def train(module, batches, loss):
+    """Take a step of SGD a batch, on the sum of its losses."""
+    for X, y in batches:
+        loss(module(X), y).sum().backward()
+        with torch.no_grad():
+            for param in module.parameters():
+                param -= 0.05 * param.grad
+                param.grad = None
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 8])
+def test_an_mlp_on_k_devices_trains_as_on_one(k):
+    batches = [(rows(n, 4), rows(n, 3)) for n in (8, 5, 3, 1, 2, 0, 13)]
+    plain = mlp()
+    start, ours = deepcopy(plain), deepcopy(plain)
+    train(plain, batches, squares)
+    train(DataParallel(ours, [CPU] * k), batches, squares)
+    close(list(ours.parameters()), list(plain.parameters()))
+    for after, before in zip(ours.parameters(), start.parameters(), strict=True):
+        assert (after - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 8])
+def test_lenet_on_k_devices_trains_as_on_one(k, device):
+    sizes = (9, 3, 1)
+    batches = [(torch.rand(n, 1, 28, 28).double(), torch.randint(10, (n,))) for n in sizes]
+    plain = LeNet(0.1).double()
+    start, ours = deepcopy(plain), deepcopy(plain).to(device)
+    train(plain, batches, loss)
+    there = [(X.to(device), y.to(device)) for X, y in batches]
+    train(DataParallel(ours, [torch.device(device)] * k), there, loss)
+    close([p.cpu() for p in ours.parameters()], list(plain.parameters()), 1e-11)
+    for after, before in zip(ours.parameters(), start.parameters(), strict=True):
+        assert (after.cpu() - before).abs().max() > 1e-3
+
+
+def frozen():
+    module = mlp()
+    module[0].weight.requires_grad_(False)
+    return module
+
+
+def tied():
+    first, last = linear(4, 4), linear(4, 4)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+def shared():
+    layer = linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+def weight_norm():
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(linear(4, 3)), nn.Tanh())
+
+
+def complex_weight():
+    weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128))
+    return Apply(lambda self, X: (X.to(weight.dtype) @ self.weight).abs(), weight=weight)
+
+
+def buffer_with_gradient():
+    module = Apply(lambda self, X: torch.tanh(X * self.scale))
+    module.register_buffer("scale", rows(4).requires_grad_())
+    return module
+
+
+class Bound(nn.Module):
+    """Keeps a method of its own, and one of its parts, as attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(4, 3)
+        self.call, self.inner = self.work, self.layer.forward
+
+    def work(self, X):
+        return torch.tanh(X @ self.layer.weight.T)
+
+    def forward(self, X):
+        return self.call(X) + self.inner(X) ** 2
+
+
+def parameter_list():
+    weights = nn.ParameterList([rows(4, 5), rows(5, 3)])
+    return Apply(lambda self, X: torch.tanh(X @ self.weights[0]) @ self.weights[1], weights=weights)
+
+
+def unused():
+    return Apply(lambda self, X: self.body(X), body=mlp(), spare=linear(4, 4))
+
+
+BUILDERS = [mlp, frozen, tied, shared, weight_norm, complex_weight, buffer_with_gradient, Bound]
+BUILDERS += [parameter_list, unused]
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("build", BUILDERS)
+def test_gradients_of_all_replicas_are_summed_into_the_module(build, k):
+    plain, X = build(), rows(7, 4)
+    ours = deepcopy(plain)
+    expected = plain(X)
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    output = DataParallel(ours, [CPU] * k)(X)
+    close(output, expected)
+    (output * weights).sum().backward()
+    tensors = [[*module.parameters(), *module.buffers()] for module in (ours, plain)]
+    close(*[[t.grad for t in each if t.grad is not None] for each in tensors])
+    assert [t.grad is None for t in tensors[0]] == [t.grad is None for t in tensors[1]]
+    assert any(t.grad is not None and t.grad.abs().max() > 1e-2 for t in tensors[0])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_split_along_dimension_1(kind):
+    plain, X = kind(3, 4, num_layers=2).double(), rows(5, 7, 3)
+    ours, results = deepcopy(plain), []
+    for module in (plain, DataParallel(ours, [CPU] * 3, dim=1)):
+        states, last = module(X)
+        last = torch.stack(last) if isinstance(last, tuple) else last
+        ((states**3).sum() + (last**2).sum()).backward()
+        results.append((states, last, [p.grad for p in module.parameters()]))
+    close(*results)
+    assert all(grad.abs().max() > 1e-4 for grad in results[0][2])
+
+
+def test_sparse_gradients_stay_sparse():
+    plain = nn.Embedding(50, 3, sparse=True)
+    ours, words = deepcopy(plain), torch.tensor([[7, 2], [7, 7], [49, 2]])
+    for module in (plain, DataParallel(ours, [CPU] * 2)):
+        (module(words) ** 2).sum().backward()
+    assert ours.weight.grad.is_sparse
+    close(ours.weight.grad.to_dense(), plain.weight.grad.to_dense(), 1e-6)
+    assert ours.weight.grad.coalesce().indices().tolist() == [[2, 7, 49]]
+
+
+def test_double_backward_is_that_of_the_plain_module():
+    plain, X = mlp(), rows(5, 4)
+    ours = deepcopy(plain)
+    for module in (plain, DataParallel(ours, [CPU] * 3)):
+        inputs = [X.clone().requires_grad_(), *module.parameters()]
+        first = torch.autograd.grad((module(inputs[0]) ** 2).sum(), inputs, create_graph=True)
+        sum((grad**2).sum() for grad in first).backward()
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        close(a.grad, b.grad)
+        assert a.grad.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "expected"),
+    [
+        (torch.bfloat16, [256, 1, 1], 258),  # 256 + 1 is 256
+        (torch.float16, [2048, 1, 1], 2050),
+        (torch.float32, [2**24, 1, 1], 2**24),  # from the first device on; else 2**24 + 2
+        (torch.float32, [1, 1, 2**24], 2**24 + 2),
+    ],
+)
+def test_gradients_are_added_in_order_and_low_precision_is_rounded_once(dtype, values, expected):
+    module = nn.Linear(1, 1, bias=False, dtype=dtype)
+    DataParallel(module, [CPU] * 3)(torch.tensor(values, dtype=dtype)[:, None]).sum().backward()
+    assert module.weight.grad.dtype == dtype
+    assert module.weight.grad.item() == expected
+
+
+def test_every_run_has_the_same_bits():
+    module, X = nn.Linear(30, 20), torch.randn(64, 30)
+    runs = []
+    for _ in range(5):
+        module.weight.grad = None
+        DataParallel(module, [CPU] * 8)(X).exp().sum().backward()
+        runs.append(module.weight.grad)
+    assert all(torch.equal(runs[0], other) for other in runs)
+
+
+# Replicas.
+
+
+def test_replicas_beyond_the_first_share_no_memory_with_the_module():
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2))
+    first, *others = replicate(module, [CPU] * 3)
+    assert storages(first) == storages(module)
+    assert not storages(others[0]) & storages(module) and not storages(others[1]) & storages(module)
+    assert not storages(others[0]) & storages(others[1])
+    for replica in (first, *others):
+        close(list(replica.state_dict().values()), list(module.state_dict().values()), 0)
+        assert [type(part) for part in replica.modules()] == [type(p) for p in module.modules()]
+        assert not set(replica.modules()) & set(module.modules())
+        assert all(p.requires_grad and not p.is_leaf for p in replica.parameters())
+        assert replica[2]._flat_weights[1] is replica[2].weight_hh_l0
+
+
+def test_running_statistics_go_on_with_the_first_shard():
+    plain = nn.BatchNorm1d(3, momentum=None)
+    ours = deepcopy(plain)
+    for n in (5, 4):
+        X = torch.randn(n, 3)
+        plain(X[: (n + 1) // 2])
+        DataParallel(ours, [CPU] * 2)(X)
+    close(list(ours.buffers()), list(plain.buffers()), 0)
+    assert ours.num_batches_tracked == 2 and ours.running_mean.abs().max() > 1e-2
+
+
+def test_a_buffer_that_forward_replaces_goes_on_too():
+    def count(self, X):
+        self.seen = self.seen + len(X)
+        return X
+
+    inner = Apply(count)
+    inner.register_buffer("seen", torch.tensor(0))
+    data_parallel = DataParallel(nn.Sequential(inner), [CPU] * 2)
+    for _ in range(2):
+        data_parallel(rows(5, 1))
+    assert inner.seen == 6
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_recorded(mode):
+    module, X = mlp(), rows(4, 4)
+    with mode():
+        output = DataParallel(module, [CPU] * 2)(X)
+        replicas = replicate(module, [CPU] * 2)
+    assert not output.requires_grad and output.is_inference() == (mode is torch.inference_mode)
+    assert not any(p.requires_grad for replica in replicas for p in replica.parameters())
+    assert DataParallel(module, [CPU] * 2)(X).requires_grad
+
+
+def test_what_is_one_in_the_module_is_one_in_the_replica():
+    module = nn.Sequential(linear(2, 2), nn.Sequential(linear(2, 2)), Bound())
+    module[0].weight = module[1][0].weight
+    module.again = module[1]
+    module.register_buffer("zero", torch.zeros(1))
+    module.parts = [module[0], (module[2], "words"), module.zero]
+    module.words = ["a", ["b"]]
+    for replica in replicate(module, [CPU] * 2):
+        assert replica[0].weight is replica[1][0].weight
+        assert replica.again is replica[1]
+        assert replica[2].call.__self__ is replica[2]
+        assert replica[2].inner.__self__ is replica[2].layer
+        assert replica.parts[0] is replica[0] and replica.parts[2] is replica.zero
+        assert replica.parts[1][0] is replica[2] and replica.words is module.words
+    assert module.parts[0] is module[0] and module[2].call.__self__ is module[2]
+    assert replicate(module, [CPU])[0].zero is module.zero
+
+
+def test_replicas_are_on_their_devices():
+    replicas = replicate(nn.BatchNorm1d(2), [CPU, torch.device("meta")])
+    for replica, device in zip(replicas, ("cpu", "meta"), strict=True):
+        assert {t.device.type for t in replica.state_dict().values()} == {device}
+
+
+def test_what_a_replica_sets_on_itself_goes_with_it():
+    def forward(self, X):
+        self.last, self.training = X, False
+        return X
+
+    module = Apply(forward)
+    DataParallel(module, [CPU] * 2)(rows(4))
+    assert not hasattr(module, "last") and module.training
+
+
+def test_replicate_names_what_it_cannot_copy():
+    with pytest.raises(ValueError, match="devices is empty"):
+        replicate(mlp(), [])
+    with pytest.raises(ValueError, match=r"0\.weight is on cpu: move the module to meta first"):
+        replicate(mlp(), ["meta"])
+    with pytest.raises(ValueError, match=r"1\.weight has no shape yet: call the module"):
+        replicate(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)), [CPU] * 2)
+    with pytest.raises(ValueError, match="running_mean has no shape yet"):
+        replicate(nn.LazyBatchNorm1d(affine=False), [CPU] * 2)
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, not a function"):
+        replicate(mlp, [CPU])
+
+
+@pytest.mark.parametrize("how", ["scripted", "compiled", "compiled in place"])
+def test_a_compiled_module_cannot_be_copied(how):
+    module = nn.ReLU()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is deprecated, and the compiler scripts
+        if how == "scripted":
+            module = torch.jit.script(module)
+        elif how == "compiled":
+            module = torch.compile(module, backend="eager")
+        else:
+            module.compile(backend="eager")
+    with pytest.raises(TypeError, match=r"^the module is compiled: only the original"):
+        replicate(module, [CPU] * 2)
+    with pytest.raises(TypeError, match=r"^1 is compiled"):
+        replicate(nn.Sequential(nn.ReLU(), module), [CPU] * 2)
+
+
+# Applying modules in parallel.
+
+
+def test_outputs_are_in_order_whoever_is_done_first():
+    done = [threading.Event() for _ in range(4)]
+
+    def wait_for_the_next(self, i):
+        assert i == 3 or done[i + 1].wait(20)
+        done[i].set()
+        return i * 10
+
+    assert parallel_apply([Apply(wait_for_the_next)] * 4, range(4)) == [0, 10, 20, 30]
+    assert parallel_apply([], []) == []
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_every_module_has_a_thread_of_its_own_at_the_same_time(k):
+    barrier = threading.Barrier(k, timeout=20)
+
+    def meet(self):
+        barrier.wait()
+        return threading.get_ident()
+
+    threads = parallel_apply([Apply(meet)] * k, [()] * k)
+    assert len(set(threads)) == k and threads[0] == threading.get_ident()
+
+
+def test_inputs_may_be_tuples_lists_or_a_single_argument():
+    module = Apply(lambda self, *args, **kwargs: (args, kwargs))
+    inputs, kwargs = [(1, 2), [3, 4], {"a": 5}, "six", ()], [{"b": i} for i in range(5)]
+    outputs = parallel_apply([module] * 5, inputs, kwargs)
+    assert [args for args, _ in outputs] == [(1, 2), (3, 4), ({"a": 5},), ("six",), ()]
+    assert [options for _, options in outputs] == kwargs
+    assert parallel_apply([module], [(1,)]) == [((1,), {})]
+
+
+def modes(*_):
+    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+    product = torch.ones(1, 2) @ torch.ones(2, 1)
+    grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return grad, autocast, torch.get_autocast_dtype("cpu") if autocast[0] else None, product.dtype
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.enable_grad,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu"),
+        lambda: torch.autocast("cpu", dtype=torch.float16),
+        lambda: torch.autocast("cpu", cache_enabled=False),
+        lambda: torch.autocast("cpu", enabled=False),
+    ],
+)
+def test_every_thread_has_the_modes_of_the_caller(mode):
+    before = modes()
+    with mode():
+        expected = modes()
+        assert parallel_apply([Apply(modes)] * 3, [()] * 3) == [expected] * 3
+        assert modes() == expected
+        with torch.enable_grad():
+            assert parallel_apply([Apply(modes)] * 3, [()] * 3) == [modes()] * 3
+    assert modes() == before
+
+
+def test_autocast_gives_what_it_gives_the_plain_module():
+    plain, X = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), torch.randn(6, 4)
+    ours, outputs = deepcopy(plain), []
+    for module in (plain, DataParallel(ours, [CPU] * 3)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs.append(module(X))
+        outputs[-1].float().sum().backward()
+    assert outputs[1].dtype == torch.bfloat16 and torch.equal(*outputs)
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert a.grad.dtype == torch.float32
+        close(a.grad, b.grad, 0.02)
+
+
+def test_the_ledger_counts_in_every_thread():
+    module = Apply(lambda self, i: move(torch.zeros(1 + i), CPU, i, 9, "inside"))
+    with count_bytes() as ledger:
+        parallel_apply([module] * 3, [0, 1, 2])
+    assert ledger.kinds == {"inside": {(0, 9): 4, (1, 9): 8, (2, 9): 12}}
+
+
+class OwnError(RuntimeError):
+    def __init__(self, code, text):
+        super().__init__(f"{code}: {text}")
+        self.code = code
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_an_exception_comes_through_with_its_traceback_and_a_note(k):
+    for i in range(k):
+        failure = OwnError(7, "broken")
+
+        def deep_inside(mine, failing=i, failure=failure):
+            if mine == failing:
+                raise failure
+            return mine
+
+        with pytest.raises(OwnError) as caught:
+            parallel_apply([Apply(lambda self, mine: deep_inside(mine))] * k, range(k))
+        assert caught.value is failure and failure.code == 7
+        where = f"device {i} (cpu)"
+        assert where in "".join(getattr(failure, "__notes__", failure.args))
+        assert "deep_inside" in {f.name for f in traceback.extract_tb(failure.__traceback__)}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_several_exceptions_the_first_by_position_comes_when_all_have_ended(first):
+    failed, ended = threading.Event(), []
+
+    def fail(self, i):
+        if i < first:
+            return
+        if i == first == 1:
+            assert failed.wait(20)  # position 2 fails before
+        elif i > first:
+            failed.set()
+            threading.Event().wait(0.1)
+        ended.append(i)
+        raise RuntimeError(f"at {i}")
+
+    with pytest.raises(RuntimeError, match=f"^at {first}"):
+        parallel_apply([Apply(fail)] * 4, range(4))
+    assert sorted(ended) == list(range(first, 4))
+
+
+def test_numbers_that_differ_are_named():
+    module = Apply(lambda self: pytest.fail("called"))
+    for inputs, kwargs in (([()], None), ([()] * 3, None), ([()] * 2, [{}])):
+        words = f"2 modules, {len(inputs)} inputs and {len(kwargs or 'xx')} kwargs"
+        with pytest.raises(ValueError, match=words):
+            parallel_apply([module] * 2, inputs, kwargs)
+
+
+# The whole.
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7])
+@pytest.mark.parametrize("k", [1, 3])
+def test_nested_inputs_and_outputs(k, n):
+    def forward(self, batch, scale, *, extra, name):
+        X, y = batch["pair"]
+        assert name == "words" and scale == 3
+        return {"sum": [X + y * scale], "out": (Pair(extra, None), name)}
+
+    pair = Pair(rows(n, 2), rows(n, 2))
+    args, kwargs = ({"pair": pair}, 3), {"extra": [rows(n)], "name": "words"}
+    output = DataParallel(Apply(forward), [CPU] * k)(*args, **kwargs)
+    expected = forward(None, *args, **kwargs)
+    close(output.pop("sum"), expected["sum"])
+    (ours, words), (theirs, _) = output.pop("out"), expected["out"]
+    assert type(ours) is Pair and torch.equal(ours.x[0], theirs.x[0]) and ours.y is None
+    assert words == "words" and not output
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_keywords_alone_are_enough(k):
+    X, module = rows(6, 4), mlp()
+    data_parallel = DataParallel(Apply(lambda self, *, X, on: module(X) * on), [CPU] * k)
+    close(data_parallel(X=X, on=2), module(X) * 2)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("args", [(), (3, "words"), (None, [2])])
+def test_without_tensors_to_split_the_module_runs_once(k, args):
+    calls, weight = [], nn.Parameter(rows(2))
+
+    def forward(self, *args):
+        calls.append(args)
+        return self.weight
+
+    output = DataParallel(Apply(forward, weight=weight), [CPU] * k)(*args)
+    assert torch.equal(output, weight) and calls == [args]
+    output.sum().backward()
+    assert weight.grad.tolist() == [1, 1]
+
+
+def test_a_number_becomes_a_vector_but_stays_one_on_a_single_device():
+    module, X = Apply(lambda self, X: X.mean()), torch.tensor([1.0, 2, 6, 8, 9])
+    assert DataParallel(module, [CPU])(X).shape == ()
+    assert DataParallel(module, [CPU] * 2)(X).tolist() == [3, 8.5]
+    assert DataParallel(module, [CPU] * 3)(X).tolist() == [1.5, 7, 9]
+    assert DataParallel(module, [CPU] * 2)(X[:1]).tolist() == [1]
+
+
+def test_on_a_single_device_the_output_may_be_anything():
+    anything = object()
+    assert DataParallel(Apply(lambda self, X: anything), [CPU])(rows(3)) is anything
+
+
+def test_a_module_may_have_a_constructor_of_its_own():
+    class Own(nn.Linear):
+        def __new__(cls, n):
+            return super().__new__(cls)
+
+        def __init__(self, n):
+            super().__init__(n, n)
+
+    assert DataParallel(Own(3), [CPU] * 2)(torch.ones(4, 3)).shape == (4, 3)
+
+
+def test_cpu_0_is_the_cpu():
+    assert DataParallel(mlp(), ["cpu:0", "cpu"])(rows(4, 4)).shape == (4, 3)
+
+
+def test_without_the_gather_there_is_an_output_for_each_device_with_rows():
+    module, X = mlp(), rows(5, 4)
+    for k, n, sizes in ((3, 5, [2, 2, 1]), (8, 2, [1, 1]), (4, 0, [0]), (1, 5, [5])):
+        outputs = DataParallelModel(module, [CPU] * k)(X[:n])
+        assert type(outputs) is list and [len(output) for output in outputs] == sizes
+        close(torch.cat(outputs), module(X[:n]))
+        module.zero_grad()
+        sum((output * 3).sum() for output in outputs).backward()
+        close(module[2].bias.grad, torch.full((3,), 3.0 * n).double())
+
+
+def test_training_and_evaluation_reach_every_replica():
+    inner = Apply(lambda self, X: X.new_full((len(X),), float(self.training)))
+    flags = DataParallel(nn.Sequential(inner), [CPU] * 3)
+    dropout, X = DataParallel(nn.Dropout(0.5), [CPU] * 3), torch.ones(60)
+    assert flags(X).all() and set(dropout(X).tolist()) == {0, 2}
+    assert not flags.eval()(X).any() and torch.equal(dropout.eval()(X), X)
+    assert flags.train()(X).all()
+
+
+def test_one_iteration_moves_exactly_the_batch_the_outputs_and_the_parameters():
+    k, X, size = 4, rows(8, 6), (35 + 10 + 12) * 8
+    module = nn.Sequential(linear(6, 5), nn.BatchNorm1d(5).double(), linear(5, 2))
+    with count_bytes() as ledger:
+        total = DataParallel(module, [CPU] * k)(X).sum()
+        backward = threading.Thread(target=total.backward)  # as on GPUs, where it has its own
+        backward.start()
+        backward.join()
+
+    def star(nbytes, inwards):
+        return {((i, 0) if inwards else (0, i)): nbytes for i in range(1, k)}
+
+    assert list(ledger.kinds.items()) == [
+        ("inputs", star(2 * 6 * 8, False)),
+        ("parameters", star(size, False)),
+        ("buffers", star((5 + 5 + 1) * 8, False)),
+        ("outputs", star(2 * 2 * 8, True)),
+        ("gradient of outputs", star(2 * 2 * 8, False)),
+        ("gradient of parameters", star(size, True)),
+    ]
+
+
+def test_a_module_is_freed_with_its_last_reference():
+    gc.collect()
+    gc.disable()
+    try:
+        data_parallel = DataParallel(mlp(), [CPU] * 3)
+        dead = weakref.ref(data_parallel.module), weakref.ref(data_parallel.module[0].weight)
+        output = data_parallel(rows(6, 4))
+        output.sum().backward()
+        del data_parallel, output
+        assert [ref() for ref in dead] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_it_is_a_module_like_any_other():
+    module, X = mlp(), rows(5, 4)
+    data_parallel = DataParallel(module, [CPU] * 2)
+    state = data_parallel.state_dict()
+    assert list(state) == [f"module.{name}" for name in module.state_dict()]
+    twin, copied = pickle.loads(pickle.dumps(data_parallel)), deepcopy(data_parallel)
+    for other in (twin, copied):
+        assert torch.equal(other(X), data_parallel(X))
+        assert not storages(other) & storages(module)
+        assert other.devices == [CPU] * 2 and other.output_device == CPU
+    outer = nn.Sequential(linear(4, 4), data_parallel, linear(3, 1))
+    plain = nn.Sequential(outer[0], module, outer[2])
+    gradients = []
+    for whole in (outer, plain):
+        outer.zero_grad()
+        whole(X).exp().sum().backward()
+        gradients.append([p.grad for p in outer.parameters()])
+    close(*gradients)
+
+
+def test_wrong_devices_and_inputs_are_named():
+    for kind in (DataParallel, DataParallelModel):
+        with pytest.raises(ValueError, match="devices is empty"):
+            kind(mlp(), [])
+        with pytest.raises(ValueError, match=r"\[4, 4\] and \[3\] differ in dimension 0"):
+            kind(mlp(), [CPU] * 2)(rows(4, 4), rows(3))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        DataParallel(mlp(), [CPU] * 2)(rows(4, 5))
+    assert "device 0 (cpu)" in "".join(getattr(caught.value, "__notes__", caught.value.args))
+    assert DataParallel(mlp(), [CPU], "meta")(rows(2, 4)).device.type == "meta"
+    assert DataParallel(mlp(), [CPU] * 2, "meta")(rows(2, 4)).device.type == "meta"
+
+
+# Against torch's own.
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # torch's own, of unlike GPUs and of copied LSTM weights
+@pytest.mark.parametrize("build", [mlp, tied, weight_norm, frozen, nn.LSTM])
+def test_on_gpus_it_is_torchs_own(build):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    devices = [torch.device("cuda", i) for i in range(2)]
+    recurrent = build is nn.LSTM
+    module = nn.LSTM(4, 3).double() if recurrent else build()
+    X, dim = rows(*(5, 6, 4) if recurrent else (6, 4)).cuda(0), int(recurrent)
+
+    def parts(module):
+        """Our replicas and threads, between torch's scatter and gather."""
+
+        def forward(X):
+            shards = nn.parallel.scatter((X,), [0, 1], dim)
+            outputs = parallel_apply(replicate(module, devices), shards)
+            return nn.parallel.gather(outputs, 0, dim)
+
+        return forward
+
+    results = []
+    for wrap in (
+        lambda module: nn.DataParallel(module, [0, 1], dim=dim),
+        lambda module: DataParallel(module, devices, dim=dim),
+        parts,
+    ):
+        copied = deepcopy(module).cuda(0)
+        output = wrap(copied)(X)
+        output = output[0] if recurrent else output
+        (output**2).sum().backward()
+        results.append((output, [p.grad for p in copied.parameters() if p.grad is not None]))
+    close(results[1], results[0])
+    close(results[2], results[0])
