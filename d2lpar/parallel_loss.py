@@ -11,7 +11,7 @@ its own mean was divided by. Notebook 04 builds this file. Sources: H. Zhang's P
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from math import inf
+from math import nan
 from typing import Any
 
 import torch
@@ -211,7 +211,7 @@ def shares(
     if count is None and getattr(criterion, "label_smoothing", 0):
         criterion = copy(criterion)  # of which even a part that counts nothing has a sum
         criterion.reduction = "sum"
-        return criterion, dict.fromkeys(parts, 1 / total if total else inf)
+        return criterion, dict.fromkeys(parts, 1 / total if total else nan)
     return criterion, {i: counts[i] / total for i in parts if counts[i]} or {0: 1.0}
 
 
