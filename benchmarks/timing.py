@@ -25,8 +25,8 @@ def time_in_turn(
         for name, contender in turns:
             begin = time.perf_counter()
             contender()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            for device in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(device)
             if i >= warm_up:
                 seconds[name].append(time.perf_counter() - begin)
     return seconds

@@ -21,7 +21,17 @@ from torch import nn
 
 from .collectives import is_low_precision
 from .devices import move
-from .scattering import check_devices, gather, gather_with, num_rows, rebuild, scatter, tensors_of
+from .scattering import (
+    check_devices,
+    gather,
+    gather_with,
+    num_rows,
+    parts_of,
+    position,
+    rebuild,
+    scatter,
+    tensors_of,
+)
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
@@ -29,9 +39,9 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 
     A replica has its own copies of parameters and buffers, and shares everything else with the
     module. Replica 0 is where the module is: it works on the module's own buffers, so that running
-    statistics go on. Tied parameters stay tied, and lists and tuples of tensors and submodules hold
-    the replica's. What a replica sets on itself in ``forward`` goes with it, and a hook that was
-    made with the module in it sees the module, not the replica.
+    statistics go on. Tied parameters stay tied, and lists and dicts of them and of submodules hold
+    the replica's (unless they are as long as data). What a replica sets on itself in ``forward``
+    goes with it, and a hook that was made with the module in it sees the module, not the replica.
 
     The gradients are added up on ``devices[0]``, in the order of the devices, so that they have the
     same bits in every run; 16-bit ones are added as float32 and rounded once.
@@ -75,6 +85,12 @@ def _check_state(module: nn.Module, device: torch.device) -> dict[torch.Tensor, 
     return state
 
 
+MODULES_OWN = frozenset(vars(nn.Module()))  # what every module has, such as hooks
+LONG = (
+    1000  # a list or dict of so many is data, not tensors and submodules; to search it takes long
+)
+
+
 class _Broadcast(torch.autograd.Function):
     """Copies of tensors for every position; their gradients are added up on position 0."""
 
@@ -96,25 +112,21 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx, *grads):
         """Add up the gradients of each tensor's copies, from position 0 on."""
         n = len(ctx.kinds)
-        sums = [ctx.context.run(_add_up, grads[j::n], ctx.device, ctx.kinds[j]) for j in range(n)]
+        run = ctx.context.copy().run  # a context is entered by one thread at a time
+        sums = [run(_add_up, grads[j::n], ctx.device, ctx.kinds[j]) for j in range(n)]
         return None, None, *sums
 
 
 def _add_up(grads: Sequence[torch.Tensor | None], device: torch.device, kind: str):
     """Add up the gradients, one a position, on ``device``; None where no position has one."""
-    there = [
-        move(grad, device, i, 0, f"gradient of {kind}")
-        for i, grad in enumerate(grads)
-        if grad is not None
-    ]
-    if len(there) < 2:
-        return there[0] if there else None
-    dtype = there[0].dtype
-    wide = torch.float32 if is_low_precision(dtype) else dtype
-    total = there[0].to(wide) + there[1].to(wide)
-    for grad in there[2:]:
-        total += grad
-    return total.to(dtype)
+    total = None
+    for i, grad in enumerate(grads):
+        if grad is not None:
+            dtype = grad.dtype
+            grad = move(grad, device, i, 0, f"gradient of {kind}")
+            grad = grad.float() if is_low_precision(dtype) else grad
+            total = grad if total is None else total + grad
+    return total if total is None else total.to(dtype)
 
 
 def _replica(module: nn.Module, twins: dict[int, Any], own_buffers: bool) -> nn.Module:
@@ -123,7 +135,8 @@ def _replica(module: nn.Module, twins: dict[int, Any], own_buffers: bool) -> nn.
     twins |= {id(part): object.__new__(part.__class__) for part in parts}
     for part in parts:
         replica = vars(twins[id(part)])
-        replica |= {name: _twin(value, twins) for name, value in vars(part).items()}
+        for name, value in vars(part).items():
+            replica[name] = value if name in MODULES_OWN else _twin(value, twins)
         for name in ("_parameters", "_buffers", "_modules"):
             replica[name] = {key: _twin(value, twins) for key, value in replica[name].items()}
         if own_buffers:
@@ -132,13 +145,14 @@ def _replica(module: nn.Module, twins: dict[int, Any], own_buffers: bool) -> nn.
 
 
 def _twin(value: Any, twins: dict[int, Any]) -> Any:
-    """Return the replica's own of a tensor, a module, a list of them; else ``value`` itself."""
+    """Return the replica's own of a tensor, a module, a list or dict; else ``value`` itself."""
     if id(value) in twins:
         return twins[id(value)]
-    if isinstance(value, (list, tuple)):
-        parts = [_twin(part, twins) for part in value]
-        changed = any(twin is not part for twin, part in zip(parts, value, strict=True))
-        return rebuild(value, parts) if changed else value
+    if isinstance(value, (list, tuple, dict)) and len(value) < LONG:
+        parts = parts_of(value)
+        twin_parts = [_twin(part, twins) for part in parts]
+        changed = any(twin is not part for twin, part in zip(twin_parts, parts, strict=True))
+        return rebuild(value, twin_parts) if changed else value
     if isinstance(value, MethodType) and id(value.__self__) in twins:
         return MethodType(value.__func__, twins[id(value.__self__)])
     return value
@@ -165,18 +179,18 @@ def parallel_apply(
         raise ValueError(
             f"there are {len(modules)} modules, {len(inputs)} inputs and {len(kwargs)} kwargs"
         )
-    calls = []
+    calls, contexts = [], [copy_context() for _ in modules]
     for i, (module, args, options) in enumerate(zip(modules, inputs, kwargs, strict=True)):
         args = args if isinstance(args, (list, tuple)) else (args,)
         device = _device_of(module, args, options)
-        call = partial(_call, f"device {i} ({device})", _modes(device), module, args, options)
-        calls.append(partial(copy_context().run, call))
+        where = f"device {i} ({device})"
+        calls.append(partial(_call, where, _modes(device), module, args, options))
     if len(calls) < 2:
         return [call() for call in calls]
     with ThreadPoolExecutor(len(calls) - 1) as pool:
-        futures = [pool.submit(call) for call in calls[1:]]
+        others = pool.map(lambda context, call: context.run(call), contexts[1:], calls[1:])
         first = calls[0]()
-    return [first, *[future.result() for future in futures]]
+    return [first, *others]
 
 
 def _call(where: str, modes: list, module: Callable, args: Sequence[Any], kwargs: dict) -> Any:
@@ -202,7 +216,7 @@ def _modes(device: torch.device) -> list:
         torch.set_grad_enabled(torch.is_grad_enabled()),
     ]
     for kind in sorted({"cpu", device.type}):
-        if torch.is_autocast_enabled(kind):
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             modes.append(torch.autocast(kind))  # with the dtype that is set now
     if device.type == "cuda":
         modes += [
@@ -224,7 +238,8 @@ class DataParallelModel(nn.Module):
     """A module on several devices, whose outputs stay where they were computed.
 
     Called with a batch, it returns a list of outputs, one for each device that had rows: what
-    ``DataParallelCriterion`` takes. Gradients flow to ``module``, which is on ``devices[0]``.
+    ``DataParallelCriterion`` takes. Gradients flow to ``module``, which is on ``devices[0]``. What
+    mixes the rows of a batch, such as BatchNorm in training, sees those of its device only.
 
     Args:
         module: whose parameters and buffers are on ``devices[0]``.
@@ -241,12 +256,13 @@ class DataParallelModel(nn.Module):
 
     def forward(self, *args, **kwargs) -> list[Any]:
         """Return the outputs of all devices; one that gets no row has none."""
-        rows = num_rows((args, kwargs), self.dim)
-        devices = self.devices[: max(rows or 1, 1)]  # without tensors there is nothing to split
+        if len(self.devices) == 1:
+            return parallel_apply(
+                [self.module], *zip(*scatter((args, kwargs), self.devices), strict=True)
+            )
+        rows = num_rows((args, kwargs), self.dim) or 1  # or nothing to split
+        devices = self.devices[:rows]
         shards = scatter((args, kwargs), devices, self.dim)
-        if len(devices) == 1:
-            [(args, kwargs)] = shards
-            return [self.module(*args, **kwargs)]
         return parallel_apply(replicate(self.module, devices), *zip(*shards, strict=True))
 
 
@@ -282,5 +298,7 @@ class DataParallel(DataParallelModel):
         if self.devices == [self.output_device]:
             return outputs[0]
         if len(self.devices) == 1:
-            return gather_with(outputs, lambda tensor: move(tensor, self.output_device, 0, 0))
+            dst = position(self.output_device, self.devices)
+            kinds = "outputs", "gradient of outputs"
+            return gather_with(outputs, lambda out: move(out, self.output_device, 0, dst, *kinds))
         return gather(outputs, self.output_device, self.dim)

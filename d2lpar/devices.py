@@ -136,11 +136,13 @@ class _WayBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, record):
         ctx.record = record
+        ctx.set_materialize_grads(False)
         return tensor.detach()
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.record(nbytes=num_bytes(grad))
+        if grad is not None:
+            ctx.record(nbytes=num_bytes(grad))
         return grad, None
 
 

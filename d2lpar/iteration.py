@@ -16,11 +16,11 @@ from torch import nn
 
 from .data_parallel import DataParallel, DataParallelModel, replicate
 from .ddp import DistributedDataParallel
-from .devices import count_bytes, num_bytes
+from .devices import count_bytes, move, num_bytes
 from .launcher import launch
 from .memory import peak_memory, saved_memory
 from .parallel_loss import DataParallelCriterion
-from .scattering import check_devices, gather, scatter, tensors_of
+from .scattering import check_devices, gather, position, scatter, tensors_of
 
 
 class Step(NamedTuple):
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 STEPS = MappingProxyType(
     {
         "DataParallel": {
-            "scatter the batch": ("inputs",),
+            "scatter the batch": ("inputs", "targets"),
             "replicate the module": ("parameters", "buffers"),
             "forward": "all",
             "gather the outputs": ("outputs",),
@@ -87,7 +87,8 @@ def trace(
         devices: one a replica.
     """
     _check(form, X, devices)
-    module, X = deepcopy(module), X.detach()
+    module, criterion = deepcopy(module), deepcopy(criterion)
+    X, y, devices = X.detach(), y.detach(), check_devices(devices)
     if form == "DDP":
         kinds = _run_ranks(module, criterion, X, y, len(devices))
     else:
@@ -108,14 +109,18 @@ def losses(module: nn.Module, criterion: nn.Module, devices: Sequence[torch.devi
     """Return, for each form that runs in one process, the function (X, y) -> loss."""
     parallel, balanced = DataParallel(module, devices), DataParallelModel(module, devices)
     parallel_criterion = DataParallelCriterion(criterion, devices)
+
+    def to_first(y):
+        return move(y, devices[0], position(y.device, devices), 0, "targets")
+
     return {
-        "DataParallel": lambda X, y: criterion(parallel(X), y.to(devices[0])),
+        "DataParallel": lambda X, y: criterion(parallel(X), to_first(y)),
         "balanced": lambda X, y: parallel_criterion(balanced(X), y),
     }
 
 
 def _run_ranks(module, criterion, X, y, k: int) -> dict[str, Counter]:
-    module, criterion = module.cpu(), deepcopy(criterion).cpu()
+    module, criterion = module.cpu(), criterion.cpu()
     shards = scatter((X.cpu(), y.cpu()), ["cpu"] * k)
     return {"": sum(launch(_run_rank, k, module, criterion, shards), Counter())}
 
@@ -147,7 +152,8 @@ def memory(
 
     On GPUs, one a position, it is the peak that the allocator of each reports. On virtual devices
     it is counted for each position: parameters with buffers; gradients, of parameters and of
-    outputs; outputs; and activations, which is what else autograd saves for the backward pass.
+    outputs; outputs; and activations, which is what else autograd saves for the backward pass. That
+    is an upper bound, since not all of it is there at the same time.
     """
     _check(form, X, devices)
     module, devices, X = deepcopy(module), check_devices(devices), X.detach()
@@ -169,10 +175,11 @@ def _measure(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
         loss = losses(deepcopy(module).to(devices[0]), criterion, devices)
         loss["balanced" if form == "DDP" else form](X, y).backward()
 
-    return [
-        {"in all": peak_memory(partial(run, *part), device)}
-        for device, part in zip(devices, parts, strict=True)
-    ]
+    peaks = []
+    for device, part in zip(devices, parts, strict=True):
+        run(*part)  # what a library allocates once, and keeps, is there from now on
+        peaks.append({"in all": peak_memory(partial(run, *part), device)})
+    return peaks
 
 
 def _count(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
@@ -192,9 +199,9 @@ def _count(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
     if form == "DataParallel":
         whole = gather(outputs, devices[0])
         held[0]["activations"] += _saved_by_loss(criterion, whole, y)
-        if len(devices) > 1:  # what is joined is there twice, and so is its gradient
+        if len(devices) > 1:  # what is joined is there twice; of its gradient, parts are views
             held[0]["outputs"] += _bytes_of(whole)
-            held[0]["gradients"] += _bytes_of(whole)
+            held[0]["gradients"] += _bytes_of(whole) - _bytes_of(outputs[0])
     if form != "DDP" and len(devices) > 1:
         held[0]["gradients"] += gradients  # the sum, beside those of replica 0
     return held

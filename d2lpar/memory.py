@@ -31,7 +31,7 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with _LiveTensors() as tensors:
+    with _LiveTensors(device) as tensors:
         function()
     return tensors.peak
 
@@ -39,10 +39,10 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
 class _LiveTensors(TorchDispatchMode):
     """Count the bytes of storages that operations make while the mode is on."""
 
-    def __init__(self):
+    def __init__(self, device: torch.device):
         super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()  # storages that were there before, or are counted
+        self.device, self.live, self.peak = device, 0, 0
+        self._known: dict[int, weakref.finalize] = {}  # by storage, also of those not counted
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """Do the operation, then count the storages that are new."""
@@ -54,19 +54,24 @@ class _LiveTensors(TorchDispatchMode):
         return result
 
     def _note(self, tensor: torch.Tensor, new: bool) -> None:
-        if tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or tensor.device != self.device:
             return
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            nbytes = storage.nbytes() * new
+        key, nbytes = storage._cdata, storage.nbytes() * new
+        if key not in self._known:
             self.live += nbytes
             self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._forget, storage._cdata, nbytes)
+            self._known[key] = weakref.finalize(storage, self._forget, key, nbytes)
 
     def _forget(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
+        del self._known[key]
         self.live -= nbytes
+
+    def __exit__(self, *error):
+        """Stop counting, also of what is freed later."""
+        for finalizer in list(self._known.values()):
+            finalizer.detach()
+        return super().__exit__(*error)
 
 
 def saved_memory(
@@ -90,5 +95,8 @@ def saved_memory(
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function()
     for tensor in [*without, *tensors_of(result)]:
+        if tensor.layout != torch.strided:
+            saved.pop(tensor, None)
+            continue
         saved.pop(tensor.untyped_storage().data_ptr(), None)
     return result, sum(saved.values())

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from math import nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from .collectives import is_low_precision
 from .data_parallel import parallel_apply, replicate
 from .devices import move
 from .scattering import check_devices, num_rows, scatter
@@ -91,7 +93,7 @@ class DataParallelCriterion(nn.Module):
         for output, shard in zip(outputs, shards, strict=True):
             require_rows(output, shard, self.dim)
         criterion, weights = shares(self.criterion, self.count, shards)
-        criteria = replicate_any(criterion, devices)
+        criteria = replicas(criterion, devices)
         losses = parallel_apply(
             [criteria[i] for i in weights], [(outputs[i], *shards[i]) for i in weights]
         )
@@ -138,38 +140,67 @@ class ChunkedLoss(nn.Module):
     def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the loss; ``hidden`` is (…, d), ``target`` (…), or with classes (…, classes)."""
         places = hidden.shape[:-1]
-        if target.shape[: len(places)] != places:
+        if not hidden.dim() or target.shape[: len(places)] != places:
             raise ValueError(
-                f"hidden has shape {list(hidden.shape)}, so target must have shape {list(places)}, "
-                f"with or without another dimension, but it has {list(target.shape)}"
+                f"hidden has shape {list(hidden.shape)}, and target {list(target.shape)}; they "
+                "should be [..., d] and [...], or [..., classes], with the same positions"
             )
-        rows = (
-            hidden.reshape(-1, hidden.shape[-1]),
-            target.reshape(-1, *target.shape[len(places) :]),
-        )
-        devices = self.devices[: max(1, len(rows[0]))]
-        parts = [  # (number of the chunk, device, hidden states, target)
-            (number, i, *chunk)
-            for i, shard in enumerate(scatter(rows, devices, kind="hidden states"))
-            for number, chunk in enumerate(
-                zip(*[part.split(self.chunk_size) for part in shard], strict=True)
-            )
-        ]
-        targets = [(target,) for *_, target in parts]
+        hidden = hidden.reshape(-1, hidden.shape[-1])  # (positions, d)
+        target = target.reshape(-1, *target.shape[len(places) :])
+        devices = self.devices[: max(1, len(hidden))]
+        chunks = self._chunks(hidden, target, devices)
+        targets = [(chunk.target,) for chunk in chunks]
         criterion, weights = shares(self.criterion, self.count, targets)
-        generators, criteria = replicate(self.generator, devices), replicate_any(criterion, devices)
+        generators = [_with_wide_sums(part) for part in replicas(self.generator, devices)]
+        criteria = replicas(criterion, devices)
         losses = {}
-        for part in sorted(weights, key=lambda part: parts[part][0]):  # all devices take turns
-            _, i, states, labels = parts[part]
-            call = partial(_loss_of_chunk, generators[i], criteria[i])
-            losses[part] = checkpoint(call, states, labels, use_reentrant=False)
-        positions = {part: parts[part][1] for part in weights}
+        for i in sorted(weights, key=lambda i: chunks[i].number):  # all devices take turns
+            place, hidden, target = chunks[i][1:]
+            call = partial(_loss_of_chunk, generators[place], criteria[place])
+            losses[i] = checkpoint(call, hidden, target, use_reentrant=False)
+        positions = {i: chunks[i].position for i in weights}
         loss = put_together(self.criterion, losses, weights, positions, devices[0])
         return loss.reshape(places + loss.shape[1:]) if loss.dim() else loss
 
+    def _chunks(self, hidden, target, devices) -> list["Chunk"]:
+        shards = (
+            scatter(hidden, devices, 0, "hidden states"),
+            scatter(target, devices, 0, "targets"),
+        )
+        return [
+            Chunk(number, position, *parts)
+            for position, shard in enumerate(zip(*shards, strict=True))
+            for number, parts in enumerate(
+                zip(*[part.split(self.chunk_size) for part in shard], strict=True)
+            )
+        ]
 
-def _loss_of_chunk(generator, criterion, states: torch.Tensor, target: torch.Tensor):
-    return criterion(generator(states), target)
+
+class Chunk(NamedTuple):
+    """Some of the positions of a batch, on the device that works on them."""
+
+    number: int  # among those of its device
+    position: int  # of the device
+    hidden: torch.Tensor  # (n, d)
+    target: torch.Tensor  # (n,) or (n, classes)
+
+
+def _loss_of_chunk(generator, criterion, hidden: torch.Tensor, target: torch.Tensor):
+    return criterion(generator(hidden), target)
+
+
+def _with_wide_sums(generator: nn.Module) -> Callable:
+    """Return the generator, called so that gradients of 16-bit weights add up as float32.
+
+    Autograd adds up a tensor's gradients in the tensor's dtype, and would round after every chunk.
+    """
+    narrow = {n: p for n, p in generator.named_parameters() if is_low_precision(p.dtype)}
+    if not narrow:
+        return generator
+    wide = {name: param.float() for name, param in narrow.items()}
+    return lambda hidden: functional_call(
+        generator, {name: wide[name].to(narrow[name].dtype) for name in narrow}, hidden
+    )
 
 
 def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
@@ -230,12 +261,12 @@ def put_together(
     ]
     if getattr(criterion, "reduction", None) == "none":
         return torch.cat(there, dim)
-    for loss in there:
+    total, dtype = 0, there[0].dtype
+    for loss, weight in zip(there, weights.values(), strict=True):
         if loss.dim():
-            raise ValueError(
-                f"a part's loss has shape {list(loss.shape)}, but it should be a single number"
-            )
-    return sum(loss * weight for loss, weight in zip(there, weights.values(), strict=True))
+            raise ValueError(f"the loss of a part has shape {list(loss.shape)}, and is no number")
+        total = total + (loss.float() if is_low_precision(dtype) else loss) * weight
+    return total.to(dtype)
 
 
 def summed_weights(criterion: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor) -> float:
@@ -248,17 +279,17 @@ def summed_weights(criterion: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Te
     return criterion.weight.to(kept.device)[kept.long()].double().sum().item()
 
 
-def replicate_any(criterion: Callable, devices: list[torch.device]) -> list[Callable]:
-    """Replicate a module; a function serves all devices."""
-    if isinstance(criterion, nn.Module):
-        return replicate(criterion, devices)
-    return [criterion] * len(devices)
+def replicas(module: Callable, devices: list[torch.device]) -> list[Callable]:
+    """Replicate a module for several devices; a function serves all, and a module one."""
+    if isinstance(module, nn.Module) and len(devices) > 1:
+        return replicate(module, devices)
+    return [module] * len(devices)
 
 
 def require_rows(output: Any, targets: tuple, dim: int) -> None:
     """Raise ValueError if an output that is a tensor has not as many rows as its targets."""
     rows = num_rows(targets, dim)
-    if isinstance(output, torch.Tensor) and output.dim() and rows not in (None, output.shape[dim]):
-        raise ValueError(
-            f"an output has {output.shape[dim]} rows, but its part of the targets has {rows}"
-        )
+    if isinstance(output, torch.Tensor) and output.dim() and rows is not None:
+        found = num_rows(output, dim)
+        if found != rows:
+            raise ValueError(f"an output has {found} rows, but its part of the targets {rows}")

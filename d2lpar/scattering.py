@@ -21,32 +21,40 @@ def scatter(
 
     Tuples, lists and dicts, nested in any way, are rebuilt around the shards; what is no tensor
     goes to every device by reference. The shards differ by at most one row and keep the order; with
-    fewer rows than devices the last ones are empty. Gradients flow back. ``kind`` is what the
-    ledger calls these messages; the way back is "gradient of" that.
+    fewer rows than devices the last ones are empty. A single device gets all as it is. Gradients
+    flow back. ``kind`` is what the ledger calls these messages; the way back is "gradient of" that.
 
     Raises:
-        ValueError: there is no device; two tensors differ in their size along ``dim``, or one does
-            not have that dimension.
-        TypeError: ``devices`` is no list.
+        ValueError: there is no device; there are several, and two tensors differ in their size
+            along ``dim``, or one does not have that dimension.
+        TypeError: ``devices`` is no list; there are several, and there is a PackedSequence.
     """
     devices = check_devices(devices)
-    num_rows(inputs, dim)
+    if len(devices) > 1:
+        num_rows(inputs, dim)
     return _scatter(inputs, devices, dim, kind)
 
 
 def _scatter(inputs: Any, devices: list[torch.device], dim: int, kind: str) -> list[Any]:
     k = len(devices)
     if isinstance(inputs, torch.Tensor):
-        few, more = divmod(inputs.shape[dim], k)
-        shards = inputs.split([few + (i < more) for i in range(k)], dim)
-        if inputs.requires_grad:  # autograd forbids to write to such a view, as ReLU(inplace=True)
-            shards = [shard.clone() for shard in shards]
+        shards = [inputs] if k == 1 else _split(inputs, k, dim)
         src, back = position(inputs.device, devices), f"gradient of {kind}"
         return [move(shards[i], devices[i], src, i, kind, back) for i in range(k)]
+    if isinstance(inputs, PackedSequence) and k > 1:
+        raise TypeError("a PackedSequence is no rows to split: pass padded sequences and lengths")
     if isinstance(inputs, (tuple, list, dict)):
-        parts = [_scatter(part, devices, dim, kind) for part in _parts(inputs)]
+        parts = [_scatter(part, devices, dim, kind) for part in parts_of(inputs)]
         return [rebuild(inputs, [shards[i] for shards in parts]) for i in range(k)]
     return [inputs] * k
+
+
+def _split(rows: torch.Tensor, k: int, dim: int) -> Sequence[torch.Tensor]:
+    few, more = divmod(rows.shape[dim], k)
+    shards = rows.split([few + (i < more) for i in range(k)], dim)
+    if rows.requires_grad:  # autograd lets nobody write to such views, not even ReLU(inplace=True)
+        return [shard.clone() for shard in shards]
+    return shards
 
 
 def num_rows(inputs: Any, dim: int = 0) -> int | None:
@@ -75,11 +83,12 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, (tuple, list, dict)):
-        return [tensor for part in _parts(tree) for tensor in tensors_of(part)]
+        return [tensor for part in parts_of(tree) for tensor in tensors_of(part)]
     return []
 
 
-def _parts(tree: tuple | list | dict) -> list:
+def parts_of(tree: tuple | list | dict) -> list:
+    """List the items of a tuple or list, or the values of a dict."""
     return list(tree.values() if isinstance(tree, dict) else tree)
 
 
@@ -150,17 +159,17 @@ def _join(tensors: list[torch.Tensor], device: torch.device, dim: int, kind: str
     if all(tensor.dim() == 0 for tensor in there):
         return torch.stack(there)
     shapes = [list(tensor.shape) for tensor in there]
-    for i, shape in enumerate(shapes):
-        if not -len(shape) <= dim < len(shape) or _across(shape, dim) != _across(shapes[0], dim):
-            raise ValueError(
-                f"output 0 has shape {shapes[0]}, but output {i} has shape {shape}: they cannot be "
-                f"joined along dimension {dim}"
-            )
+    rows = [_row(shape, dim) for shape in shapes]
+    if any(row is None or row != rows[0] for row in rows):
+        words = ", ".join(map(str, shapes))
+        raise ValueError(f"outputs of shapes {words} cannot be joined along dimension {dim}")
     return torch.cat(there, dim)
 
 
-def _across(shape: list[int], dim: int) -> list[int]:
-    """Return the shape of a row."""
+def _row(shape: list[int], dim: int) -> list[int] | None:
+    """Return the shape without dimension ``dim``; None if it has no such dimension."""
+    if not -len(shape) <= dim < len(shape):
+        return None
     return [n for d, n in enumerate(shape) if d != dim % len(shape)]
 
 
@@ -168,15 +177,9 @@ def check_devices(devices: Sequence[torch.device]) -> list[torch.device]:
     """Return ``devices`` as tensors name theirs, such as cuda:0; ValueError if there is none."""
     if isinstance(devices, (str, torch.device)):
         raise TypeError(f"devices must be a list of devices, not {devices!r}")
-    devices = [torch.device(device) for device in devices]
     if not devices:
         raise ValueError("devices is empty: there must be at least one")
-    for i, device in enumerate(devices):
-        if device.type == "cpu":
-            devices[i] = torch.device("cpu")  # not cpu:0
-        elif str(device) == "cuda":
-            devices[i] = torch.device("cuda", torch.cuda.current_device())
-    return devices
+    return [torch.empty(0, device=device).device for device in devices]
 
 
 def position(device: torch.device, devices: Sequence[torch.device]) -> int | str:

@@ -1,5 +1,6 @@
 """DataParallel and its parts: the module on shards is the module on the batch."""
 
+import contextlib
 import gc
 import pickle
 import threading
@@ -7,6 +8,7 @@ import traceback
 import warnings
 import weakref
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from itertools import chain
 
@@ -226,6 +228,15 @@ def test_gradients_are_added_in_order_and_low_precision_is_rounded_once(dtype, v
     assert module.weight.grad.item() == expected
 
 
+def test_backward_may_run_in_several_threads():
+    module, X = mlp(), rows(8, 4)
+    loss = DataParallel(module, [CPU] * 2)(X).sum()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: loss.backward(retain_graph=True), range(20)))
+    expected = torch.autograd.grad(20 * module(X).sum(), list(module.parameters()))
+    close([param.grad for param in module.parameters()], list(expected))
+
+
 def test_every_run_has_the_same_bits():
     module, X = nn.Linear(30, 20), torch.randn(64, 30)
     runs = []
@@ -295,6 +306,10 @@ def test_what_is_one_in_the_module_is_one_in_the_replica():
     module.register_buffer("zero", torch.zeros(1))
     module.parts = [module[0], (module[2], "words"), module.zero]
     module.words = ["a", ["b"]]
+    module.by_name = {"layer": module[0], "words": {"a": 1}}
+    module.data = list(range(2000)) + [module[0]]
+    module.register_forward_hook(module[2].call)
+    assert len(module._forward_hooks) == 1
     for replica in replicate(module, [CPU] * 2):
         assert replica[0].weight is replica[1][0].weight
         assert replica.again is replica[1]
@@ -302,6 +317,9 @@ def test_what_is_one_in_the_module_is_one_in_the_replica():
         assert replica[2].inner.__self__ is replica[2].layer
         assert replica.parts[0] is replica[0] and replica.parts[2] is replica.zero
         assert replica.parts[1][0] is replica[2] and replica.words is module.words
+        assert replica.by_name["layer"] is replica[0]
+        assert replica.by_name["words"] is module.by_name["words"]
+        assert replica.data is module.data and replica._forward_hooks is module._forward_hooks
     assert module.parts[0] is module[0] and module[2].call.__self__ is module[2]
     assert replicate(module, [CPU])[0].zero is module.zero
 
@@ -444,6 +462,25 @@ class OwnError(RuntimeError):
         self.code = code
 
 
+def test_after_an_exception_nothing_is_kept():
+    class Breaks(nn.Module):
+        def forward(self, mine):
+            if mine == 1:
+                raise OwnError(1, "broken")
+
+    gc.collect()
+    gc.disable()
+    try:
+        modules = [Breaks() for _ in range(3)]
+        dead = [weakref.ref(module) for module in modules]
+        with contextlib.suppress(OwnError):
+            parallel_apply(modules, range(3))
+        del modules
+        assert [ref() for ref in dead] == [None] * 3
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_an_exception_comes_through_with_its_traceback_and_a_note(k):
     for i in range(k):
@@ -555,6 +592,26 @@ def test_a_module_may_have_a_constructor_of_its_own():
             super().__init__(n, n)
 
     assert DataParallel(Own(3), [CPU] * 2)(torch.ones(4, 3)).shape == (4, 3)
+
+
+def test_devices_without_autocast_are_no_obstacle():
+    output = DataParallel(nn.Linear(2, 2, device="meta"), ["meta"] * 2)(
+        torch.ones(3, 2, device="meta")
+    )
+    assert output.shape == (3, 2)
+
+
+def test_the_only_output_that_travels_is_counted():
+    with count_bytes() as ledger:
+        DataParallel(nn.Linear(2, 3), [CPU], "meta")(torch.ones(4, 2))
+    assert ledger.kinds == {"outputs": {(0, "meta"): 4 * 3 * 4}}
+
+
+def test_a_single_row_is_a_replicas_too():
+    module = Apply(lambda self, X: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        DataParallel(module, [CPU] * 3)(rows(1, 2))
+    assert "device 0 (cpu)" in "".join(getattr(caught.value, "__notes__", caught.value.args))
 
 
 def test_cpu_0_is_the_cpu():

@@ -103,6 +103,22 @@ def test_a_sparse_gradient_travels_back():
     assert ledger.kinds["back"] == {(1, 0): 8 + 2 * 4}
 
 
+def test_a_gradient_that_there_is_not_is_not_made_up():
+    class Ends(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    x = torch.ones(3, requires_grad=True)
+    with count_bytes() as ledger:
+        Ends.apply(move(x, torch.device("cpu"), 0, 1, grad_kind="back")).sum().backward()
+    assert x.grad is None and "back" not in ledger.kinds
+
+
 def test_what_was_moved_may_be_written_to():
     x = torch.ones(3, requires_grad=True)
     with count_bytes():

@@ -26,6 +26,7 @@ from d2lpar import (
 from d2lpar.iteration import STEPS, losses, memory, trace
 from d2lpar.network import LeNet
 from d2lpar.ranks import choose
+from d2lpar.scattering import scatter
 
 CPU = torch.device("cpu")
 CRITERION = nn.CrossEntropyLoss()
@@ -194,9 +195,9 @@ def test_what_each_device_holds(form, k, rows):
     ]
     if form == "DataParallel":
         losses_of = {0: rows}
-        if k > 1:  # the outputs side by side, and their gradient
+        if k > 1:  # the outputs side by side, and their gradient, of which its own is a part
             expected[0]["outputs"] += rows * OUTPUT
-            expected[0]["gradients"] += rows * OUTPUT
+            expected[0]["gradients"] += (rows - rows_of(rows, k)[0]) * OUTPUT
     else:
         losses_of = dict(enumerate(rows_of(rows, k)))
     for i, n in losses_of.items():
@@ -204,6 +205,56 @@ def test_what_each_device_holds(form, k, rows):
     if form != "DDP" and k > 1:
         expected[0]["gradients"] += PARAMS  # the sum
     assert held == (expected, "counted")
+
+
+def test_on_gpus_every_device_is_measured_after_a_warm_up(monkeypatch):
+    devices, ran = [torch.device("cuda", i) for i in range(2)], []
+
+    class Model(nn.Linear):
+        def to(self, device):
+            return self
+
+        def forward(self, X):
+            ran.append(len(X))
+            return super().forward(X)
+
+    monkeypatch.setattr("d2lpar.iteration.check_devices", lambda devices: devices)
+    monkeypatch.setattr(
+        "d2lpar.iteration.scatter", lambda batch, devices: scatter(batch, [CPU] * 2)
+    )
+    monkeypatch.setattr(
+        "d2lpar.iteration.losses",
+        lambda model, criterion, devices: dict.fromkeys(
+            ("DataParallel", "balanced"), lambda X, y: criterion(model(X), y)
+        ),
+    )
+    monkeypatch.setattr(
+        "d2lpar.iteration.peak_memory", lambda run, device: run() or 10 + device.index
+    )
+    for form, expected in (("DataParallel", [5] * 4), ("balanced", [5] * 4), ("DDP", [3, 3, 2, 2])):
+        ran.clear()
+        held = memory(
+            form, Model(2, 3), CRITERION, torch.ones(5, 2), torch.zeros(5).long(), devices
+        )
+        assert held == ([{"in all": 10}, {"in all": 11}], "peak of the allocator")
+        assert ran == expected
+
+
+def test_targets_are_counted_where_they_have_to_travel():
+    with count_bytes() as ledger:
+        X, y = torch.randn(4, 2, device="meta"), torch.zeros(4).long()
+        model = nn.Linear(2, 3, device="meta")
+        losses(model, CRITERION, [torch.device("meta")] * 2)["DataParallel"](X, y)
+    assert ledger.kinds["targets"] == {("host", 0): 4 * 8}
+
+
+def test_the_criterion_is_left_as_it_was():
+    criterion = nn.MSELoss()
+    criterion.scale = nn.Parameter(torch.ones(3))
+    criterion.register_forward_pre_hook(lambda module, args: (module.scale * args[0], args[1]))
+    for form in ("DataParallel", "DDP"):
+        trace(form, nn.Linear(2, 3), criterion, torch.randn(4, 2), torch.ones(4, 3), [CPU] * 2)
+        assert criterion.scale.grad is None
 
 
 def test_only_dataparallel_fills_its_first_device():

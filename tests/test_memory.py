@@ -1,5 +1,6 @@
 """How many bytes a computation takes, counted to the last one; and what a loss in chunks saves."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -102,6 +103,36 @@ def test_peak_memory_hands_on_an_error_and_counts_no_longer():
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
+def test_peak_memory_counts_its_device_alone():
+    assert peak_memory(lambda: torch.ones(N, device="meta") + 1, CPU) == 0
+    assert peak_memory(lambda: torch.ones(N, device="meta") + 1, torch.device("meta")) == 2 * KB
+
+
+def test_peak_memory_leaves_nothing_behind_on_tensors_that_live_on():
+    x, before = torch.ones(N), len(weakref.finalize._registry)
+    for _ in range(3):
+        assert peak_memory(lambda: x + 1, CPU) == KB
+    assert len(weakref.finalize._registry) == before
+
+
+def test_the_peak_of_a_gpu_is_what_grew_above_what_was_there(monkeypatch):
+    calls = []
+    for name, result in (
+        ("synchronize", None),
+        ("memory_allocated", 100),
+        ("reset_peak_memory_stats", None),
+        ("max_memory_allocated", 350),
+    ):
+        monkeypatch.setattr(
+            torch.cuda,
+            name,
+            lambda device, name=name, result=result: (calls.append(name), result)[1],
+        )
+    assert peak_memory(lambda: calls.append("call"), torch.device("cuda", 1)) == 250
+    order = ["memory_allocated", "reset_peak_memory_stats", "call", "synchronize"]
+    assert [name for name in calls if name in order][-4:] == order
+
+
 def test_saved_memory_counts_what_backward_needs_once():
     x, w = torch.ones(N, requires_grad=True), torch.ones(N, requires_grad=True)
 
@@ -130,6 +161,7 @@ def test_saved_memory_counts_sparse_tensors():
     weight, eye = torch.ones(5, 2, requires_grad=True), torch.eye(5).to_sparse()
     _, saved = saved_memory(lambda: torch.sparse.mm(eye, weight), [weight])
     assert saved == 5 * (2 * 8 + 4)
+    assert saved_memory(lambda: (weight * 2).to_sparse(), [weight])[0].is_sparse
 
 
 def test_saved_memory_of_a_network():
@@ -291,13 +323,20 @@ def test_a_wrong_size_of_chunks_is_named(size):
 @pytest.mark.parametrize(
     ("hidden", "target", "words"),
     [
-        ((3, 2), (4,), r"hidden has shape \[3, 2\], so target must .* \[3\].* it has \[4\]"),
-        ((2, 3, 4), (6,), r"hidden has shape \[2, 3, 4\].* \[2, 3\].* it has \[6\]"),
-        ((6, 4), (2, 3), r"hidden has shape \[6, 4\].* \[6\].* it has \[2, 3\]"),
-        ((2, 3, 4), (2, 2, 5), r"hidden has shape \[2, 3, 4\].* it has \[2, 2, 5\]"),
+        ((3, 2), (4,), r"hidden has shape \[3, 2\], and target \[4\]"),
+        ((2, 3, 4), (6,), r"hidden has shape \[2, 3, 4\], and target \[6\]"),
+        ((6, 4), (2, 3), r"hidden has shape \[6, 4\], and target \[2, 3\]"),
+        ((2, 3, 4), (2, 2, 5), r"hidden has shape \[2, 3, 4\], and target \[2, 2, 5\]"),
     ],
 )
 def test_positions_that_differ_are_named(hidden, target, words):
     loss = ChunkedLoss(nn.Linear(hidden[-1], 5), nn.CrossEntropyLoss(), [CPU], 2)
     with pytest.raises(ValueError, match=words):
         loss(torch.zeros(hidden), torch.zeros(target).long())
+
+
+def test_hidden_states_have_a_dimension():
+    with pytest.raises(ValueError, match=r"hidden has shape \[\], and target \[\]; they should be"):
+        ChunkedLoss(nn.Linear(2, 2), nn.CrossEntropyLoss(), [CPU], 2)(
+            torch.ones(()), torch.ones(())
+        )

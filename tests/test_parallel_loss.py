@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from d2lpar import ChunkedLoss, DataParallelCriterion, DataParallelModel
+from d2lpar import ChunkedLoss, DataParallelCriterion, DataParallelModel, count_bytes
 from d2lpar.parallel_loss import PER_CLASS, PER_ELEMENT
 
 CPU = torch.device("cpu")
@@ -231,6 +231,74 @@ def test_a_function_with_count_serves_all_devices():
     require_same(F.mse_loss, randn(7, 2), [randn(7, 2, seed=1)], 3, torch.numel)
 
 
+def test_a_criterion_is_left_as_it_was():
+    criterion, target = nn.CrossEntropyLoss(W, label_smoothing=0.1), torch.tensor([0, 0, 1, 2])
+    for _ in range(2):
+        require_same(criterion, randn(4, 5), [target], 2)
+    assert criterion.reduction == "mean"
+
+
+def test_a_criterion_is_replicated():
+    criterion = nn.CrossEntropyLoss(W)
+    with count_bytes() as ledger:
+        DataParallelCriterion(criterion, [CPU] * 3)(split(randn(6, 5), 3), labels(6))
+    assert ledger.kinds["buffers"] == {(0, 1): W.nbytes, (0, 2): W.nbytes}
+
+
+def test_the_ledger_counts_what_chunks_need():
+    generator, hidden = nn.Linear(4, 5).double(), randn(5, 4).requires_grad_()
+    with count_bytes() as ledger:
+        ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU] * 2, 2)(hidden, labels(5)).backward()
+    assert ledger.kinds == {
+        "hidden states": {(0, 1): 2 * 4 * 8},  # two of the five positions
+        "targets": {(0, 1): 2 * 8},
+        "parameters": {(0, 1): 25 * 8},
+        "losses": {(1, 0): 8},
+        "gradient of losses": {(0, 1): 8},
+        "gradient of hidden states": {(1, 0): 2 * 4 * 8},
+        "gradient of parameters": {(1, 0): 25 * 8},
+    }
+
+
+def test_losses_of_16_bits_are_added_as_float32():
+    torch.manual_seed(0)
+    generator, target = nn.Linear(16, 50).bfloat16(), torch.randint(50, (2048,))
+    hidden, whole, exact = torch.randn(2048, 16).bfloat16(), nn.Linear(16, 50), {}
+    whole.load_state_dict(generator.state_dict())
+    for reduction in ("mean", "sum"):
+        criterion = nn.CrossEntropyLoss(reduction=reduction)
+        expected = criterion(whole(hidden.float()), target)
+        loss = ChunkedLoss(generator, criterion, [CPU] * 2, 2)(hidden, target)
+        assert loss.dtype == torch.bfloat16
+        close(loss.float(), expected, rtol=0.01)
+        for model, end in ((whole, expected), (generator, loss)):
+            [exact[model]] = torch.autograd.grad(end, [model.weight])
+        error = (exact[generator].float() - exact[whole]).norm() / exact[whole].norm()
+        assert exact[generator].dtype == torch.bfloat16 and error < 0.01
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_generator_may_have_tied_weights_of_16_bits(devices):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+            self.outer.weight = self.inner.weight
+
+        def forward(self, hidden):
+            return self.outer(self.inner(hidden))
+
+    torch.manual_seed(0)
+    generator, hidden, target = Tied().bfloat16(), randn(6, 4).bfloat16(), labels(6) % 4
+    criterion = nn.CrossEntropyLoss()
+    loss = ChunkedLoss(generator, criterion, [CPU] * devices, 2)(hidden, target)
+    gradients = torch.autograd.grad(loss, list(generator.parameters()))
+    expected = torch.autograd.grad(
+        criterion(generator(hidden), target), list(generator.parameters())
+    )
+    close(gradients, expected, rtol=0.03, atol=0.003)
+
+
 def test_an_output_may_be_of_any_structure():
     def criterion(output, target):
         return F.mse_loss(output["mean"], target) + output["more"][0].abs().mean()
@@ -259,7 +327,7 @@ def test_an_error_says_on_which_device_it_was():
         (randn(4, 5), "no list of outputs for 2 devices"),
         ([], "0 outputs for 2 devices"),
         ([randn(1, 5)] * 3, "3 outputs for 2 devices"),
-        ([randn(3, 5), randn(1, 5)], "an output has 3 rows, but its part of the targets has 2"),
+        ([randn(3, 5), randn(1, 5)], "an output has 3 rows, but its part of the targets 2"),
     ],
 )
 def test_outputs_that_do_not_fit_are_named(outputs, words):
@@ -273,7 +341,7 @@ def test_a_part_that_is_no_number_is_refused(reduction):
         return (output - target).sum(0)
 
     criterion.reduction = reduction
-    with pytest.raises(ValueError, match=r"a part's loss has shape \[2\]"):
+    with pytest.raises(ValueError, match=r"the loss of a part has shape \[2\]"):
         DataParallelCriterion(criterion, [CPU] * 2, None if reduction else len)(
             split(randn(4, 2), 2), randn(4, 2)
         )

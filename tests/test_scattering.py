@@ -175,14 +175,20 @@ def test_scatter_names_what_cannot_be_split():
         with pytest.raises(TypeError, match="must be a list of devices, not "):
             scatter(rows(3), devices)
     with pytest.raises(ValueError, match=r"\[4, 2\] and \[3\] differ in dimension 0"):
-        scatter((rows(4, 2), [{"y": rows(3)}]), [CPU])
+        scatter((rows(4, 2), [{"y": rows(3)}]), [CPU] * 2)
     with pytest.raises(ValueError, match=r"\[4, 2\] and \[4, 3\] differ in dimension -1"):
-        scatter((rows(4, 2), rows(4, 3)), [CPU], dim=-1)
+        scatter((rows(4, 2), rows(4, 3)), [CPU] * 2, dim=-1)
     with pytest.raises(ValueError, match=r"shape \[\] has no dimension 0 .* as a Python number"):
         scatter((rows(4), torch.tensor(1.0)), [CPU] * 2)
     for dim in (2, -3):
         with pytest.raises(ValueError, match=rf"shape \[4, 2\] has no dimension {dim} "):
             scatter(rows(4, 2), [CPU] * 2, dim)
+
+
+def test_a_single_device_gets_all_as_it_is():
+    batch = (rows(4, 2), [{"y": rows(3)}], torch.tensor(1.0))
+    [alone] = scatter(batch, [CPU])
+    assert same(alone, batch)
 
 
 # Gather.
@@ -256,15 +262,26 @@ X = rows(2, 3)
         ([X, 3.0], "output 0 is a tensor, but output 1 is 3.0"),
         ([3, 4], "output 0 is 3, but output 1 is 4"),
         (["a", "a", "b"], "output 0 is 'a', but output 2 is 'b'"),
-        ([X, rows(2, 4)], r"output 0 has shape \[2, 3\], but output 1 has shape \[2, 4\]"),
-        ([X, X, rows(2)], r"output 0 has shape \[2, 3\], but output 2 has shape \[2\]"),
-        ([X, X.sum()], r"output 0 has shape \[2, 3\], but output 1 has shape \[\]"),
-        ([rows(0), rows(2, 3)], r"output 0 has shape \[0\], but output 1 has shape \[2, 3\]"),
+        (
+            [X, rows(2, 4)],
+            r"outputs of shapes \[2, 3\], \[2, 4\] cannot be joined along dimension 0",
+        ),
+        ([X, X, rows(2)], r"shapes \[2, 3\], \[2, 3\], \[2\] cannot"),
+        ([X, X.sum()], r"shapes \[2, 3\], \[\] cannot"),
+        ([rows(0), rows(2, 3)], r"shapes \[0\], \[2, 3\] cannot"),
+        ([X.sum(), rows(1)], r"shapes \[\], \[1\] cannot"),
     ],
 )
 def test_gather_names_what_does_not_fit(outputs, words):
     with pytest.raises(ValueError, match=words):
         gather(outputs, CPU)
+
+
+def test_a_packed_sequence_is_not_cut():
+    with pytest.raises(TypeError, match="pass padded sequences and lengths"):
+        scatter(nn.utils.rnn.pack_sequence([rows(3)]), [CPU] * 2)
+    [alone] = scatter(PACKED, [CPU])
+    assert type(alone) is type(PACKED) and torch.equal(alone.data, PACKED.data)
 
 
 def test_gather_names_a_dimension_that_is_not_there():
