@@ -211,10 +211,8 @@ def _call(where: str, modes: list, module: Callable, args: Sequence[Any], kwargs
 
 def _modes(device: torch.device) -> list:
     """Return what makes another thread do as the caller's does: torch keeps all this a thread."""
-    modes = [
-        torch.inference_mode(torch.is_inference_mode_enabled()),  # sets the grad mode too, so first
-        torch.set_grad_enabled(torch.is_grad_enabled()),
-    ]
+    modes = [torch.inference_mode()] if torch.is_inference_mode_enabled() else []
+    modes.append(torch.set_grad_enabled(torch.is_grad_enabled()))
     for kind in sorted({"cpu", device.type}):
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             modes.append(torch.autocast(kind))  # with the dtype that is set now
