@@ -90,8 +90,9 @@ class DataParallelCriterion(nn.Module):
             )
         devices = self.devices[: len(outputs)]
         shards = scatter(targets, devices, self.dim, "targets")
-        for output, shard in zip(outputs, shards, strict=True):
-            require_rows(output, shard, self.dim)
+        if len(devices) > 1:
+            for output, shard in zip(outputs, shards, strict=True):
+                require_rows(output, shard, self.dim)
         criterion, weights = shares(self.criterion, self.count, shards)
         criteria = replicas(criterion, devices)
         losses = parallel_apply(
@@ -107,8 +108,8 @@ class ChunkedLoss(nn.Module):
 
     The positions are dealt out to the devices, and on each of them go through the generator and the
     criterion ``chunk_size`` at a time. A chunk's logits are forgotten once its loss is there; the
-    backward pass computes them again, a chunk at a time. The price is the generator's forward pass
-    once more.
+    backward pass computes them again, a chunk at a time and with the same random numbers. The price
+    is the generator's forward pass once more.
 
     Args:
         generator: maps hidden states (n, d) to logits (n, classes), each position by itself.
@@ -155,9 +156,9 @@ class ChunkedLoss(nn.Module):
         criteria = replicas(criterion, devices)
         losses = {}
         for i in sorted(weights, key=lambda i: chunks[i].number):  # all devices take turns
-            place, hidden, target = chunks[i][1:]
-            call = partial(_loss_of_chunk, generators[place], criteria[place])
-            losses[i] = checkpoint(call, hidden, target, use_reentrant=False)
+            chunk = chunks[i]
+            call = partial(_loss_of_chunk, generators[chunk.position], criteria[chunk.position])
+            losses[i] = checkpoint(call, chunk.hidden, chunk.target, use_reentrant=False)
         positions = {i: chunks[i].position for i in weights}
         loss = put_together(self.criterion, losses, weights, positions, devices[0])
         return loss.reshape(places + loss.shape[1:]) if loss.dim() else loss

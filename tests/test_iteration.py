@@ -77,12 +77,12 @@ def test_the_bytes_of_each_step(form, k, rows):
         "DataParallel": [
             ("gather the outputs", back(*outputs), ()),
             ("loss", {}, (0,)),
-            ("scatter output gradients", out(*outputs), ()),
+            ("scatter the gradients", out(*outputs), ()),
         ],
         "balanced": [
             ("loss", {}, everyone),
             ("add up the losses", back(*numbers), ()),
-            ("scatter loss gradients", out(*numbers), ()),
+            ("scatter the gradients", out(*numbers), ()),
         ],
     }
     end = [("backward", {}, everyone), ("add up the gradients", back(*whole), ())]

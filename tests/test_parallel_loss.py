@@ -231,6 +231,12 @@ def test_a_function_with_count_serves_all_devices():
     require_same(F.mse_loss, randn(7, 2), [randn(7, 2, seed=1)], 3, torch.numel)
 
 
+def test_a_single_device_may_have_a_single_row_without_a_dimension():
+    output, target = randn(5), torch.tensor(2)
+    loss = DataParallelCriterion(nn.CrossEntropyLoss(), [CPU])([output], target)
+    close(loss, F.cross_entropy(output, target))
+
+
 def test_a_criterion_is_left_as_it_was():
     criterion, target = nn.CrossEntropyLoss(W, label_smoothing=0.1), torch.tensor([0, 0, 1, 2])
     for _ in range(2):
