@@ -5,7 +5,7 @@ each device holds. Notebook 04 shows both.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from types import MappingProxyType
@@ -42,7 +42,7 @@ STEPS = MappingProxyType(
             "loss": "first",
             "scatter the gradients": ("gradient of outputs",),
             "backward": "all",
-            "add up the gradients": ("gradient of parameters",),
+            "add up the gradients": ("gradient of parameters", "gradient of buffers"),
         },
         "balanced": {
             "scatter the batch": ("inputs", "targets"),
@@ -52,7 +52,7 @@ STEPS = MappingProxyType(
             "add up the losses": ("losses",),
             "scatter the gradients": ("gradient of losses",),
             "backward": "all",
-            "add up the gradients": ("gradient of parameters",),
+            "add up the gradients": ("gradient of parameters", "gradient of buffers"),
         },
         "DDP": {
             "forward": "all",
@@ -93,7 +93,7 @@ def trace(
         kinds = _run_ranks(module, criterion, X, y, len(devices))
     else:
         with count_bytes() as ledger:
-            losses(module, criterion, devices)[form](X, y).backward()
+            loss_of(form, module, criterion, devices)(X, y).backward()
         kinds = ledger.kinds
     steps = []
     for name, what in STEPS[form].items():
@@ -105,18 +105,17 @@ def trace(
     return steps
 
 
-def losses(module: nn.Module, criterion: nn.Module, devices: Sequence[torch.device]) -> dict:
-    """Return, for each form that runs in one process, the function (X, y) -> loss."""
-    parallel, balanced = DataParallel(module, devices), DataParallelModel(module, devices)
+def loss_of(
+    form: str, module: nn.Module, criterion: nn.Module, devices: list[torch.device]
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the function (X, y) -> loss of a form that runs in one process."""
+    if form == "DataParallel":
+        model = DataParallel(module, devices)
+        src = partial(position, devices=devices)
+        return lambda X, y: criterion(model(X), move(y, devices[0], src(y.device), 0, "targets"))
+    model = DataParallelModel(module, devices)
     parallel_criterion = DataParallelCriterion(criterion, devices)
-
-    def to_first(y):
-        return move(y, devices[0], position(y.device, devices), 0, "targets")
-
-    return {
-        "DataParallel": lambda X, y: criterion(parallel(X), to_first(y)),
-        "balanced": lambda X, y: parallel_criterion(balanced(X), y),
-    }
+    return lambda X, y: parallel_criterion(model(X), y)
 
 
 def _run_ranks(module, criterion, X, y, k: int) -> dict[str, Counter]:
@@ -172,8 +171,8 @@ def _measure(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
         parts = [(devices, X, y)] * len(devices)
 
     def run(devices, X, y):
-        loss = losses(deepcopy(module).to(devices[0]), criterion, devices)
-        loss["balanced" if form == "DDP" else form](X, y).backward()
+        own = [deepcopy(part).to(devices[0]) for part in (module, criterion)]
+        loss_of("balanced" if form == "DDP" else form, *own, devices)(X, y).backward()
 
     peaks = []
     for device, part in zip(devices, parts, strict=True):

@@ -23,7 +23,7 @@ from d2lpar import (
     split_batch,
     train_batch,
 )
-from d2lpar.iteration import STEPS, losses, memory, trace
+from d2lpar.iteration import STEPS, loss_of, memory, trace
 from d2lpar.network import LeNet
 from d2lpar.ranks import choose
 from d2lpar.scattering import scatter
@@ -145,7 +145,7 @@ def test_the_steps_are_all_that_the_classes_send(form):
 def test_both_forms_give_the_loss_of_one_device(form):
     model, (X, y) = mlp().double(), batch(7)
     expected = CRITERION(model(X.double()), y)
-    torch.testing.assert_close(losses(model, CRITERION, [CPU] * 3)[form](X.double(), y), expected)
+    torch.testing.assert_close(loss_of(form, model, CRITERION, [CPU] * 3)(X.double(), y), expected)
 
 
 def state(model):
@@ -223,10 +223,8 @@ def test_on_gpus_every_device_is_measured_after_a_warm_up(monkeypatch):
         "d2lpar.iteration.scatter", lambda batch, devices: scatter(batch, [CPU] * 2)
     )
     monkeypatch.setattr(
-        "d2lpar.iteration.losses",
-        lambda model, criterion, devices: dict.fromkeys(
-            ("DataParallel", "balanced"), lambda X, y: criterion(model(X), y)
-        ),
+        "d2lpar.iteration.loss_of",
+        lambda form, model, criterion, devices: lambda X, y: criterion(model(X), y),
     )
     monkeypatch.setattr(
         "d2lpar.iteration.peak_memory", lambda run, device: run() or 10 + device.index
@@ -244,8 +242,23 @@ def test_targets_are_counted_where_they_have_to_travel():
     with count_bytes() as ledger:
         X, y = torch.randn(4, 2, device="meta"), torch.zeros(4).long()
         model = nn.Linear(2, 3, device="meta")
-        losses(model, CRITERION, [torch.device("meta")] * 2)["DataParallel"](X, y)
+        loss_of("DataParallel", model, CRITERION, [torch.device("meta")] * 2)(X, y)
     assert ledger.kinds["targets"] == {("host", 0): 4 * 8}
+
+
+def test_a_buffer_may_want_a_gradient_and_a_criterion_be_ones_own():
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("shift", torch.ones(2, requires_grad=True))
+    model.register_forward_hook(lambda model, X, out: out + model.shift)
+    steps = trace(
+        "DataParallel",
+        model,
+        lambda out, y: (out - y).square().mean(),
+        torch.randn(4, 2),
+        torch.ones(4, 2),
+        [CPU] * 2,
+    )
+    assert steps[-1].bytes == {(1, 0): 3 * 2 * 4}  # weight, bias and shift
 
 
 def test_the_criterion_is_left_as_it_was():
