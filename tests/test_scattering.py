@@ -278,7 +278,7 @@ def test_gather_names_what_does_not_fit(outputs, words):
 
 
 def test_a_packed_sequence_is_not_cut():
-    with pytest.raises(TypeError, match="pass padded sequences and lengths"):
+    with pytest.raises(TypeError, match="pass padded sequences, lengths"):
         scatter(nn.utils.rnn.pack_sequence([rows(3)]), [CPU] * 2)
     [alone] = scatter(PACKED, [CPU])
     assert type(alone) is type(PACKED) and torch.equal(alone.data, PACKED.data)
