@@ -43,8 +43,8 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     the replica's (unless they are as long as data). What a replica sets on itself in ``forward``
     goes with it, and a hook that was made with the module in it sees the module, not the replica.
 
-    The gradients are added up on ``devices[0]``, in the order of the devices, so that they have the
-    same bits in every run; 16-bit ones are added as float32 and rounded once.
+    The gradients are added up on ``devices[0]`` in the order of the devices, so that equal ones
+    always have the same sum, to the last bit; 16-bit ones are added as float32 and rounded once.
 
     Raises:
         ValueError: there is no device; a parameter or buffer is not on ``devices[0]``, or is lazy
@@ -86,9 +86,7 @@ def _check_state(module: nn.Module, device: torch.device) -> dict[torch.Tensor, 
 
 
 MODULES_OWN = frozenset(vars(nn.Module()))  # what every module has, such as hooks
-LONG = (
-    1000  # a list or dict of so many is data, not tensors and submodules; to search it takes long
-)
+LONG = 1000  # items: a longer list or dict is data, in which it would take long to find nothing
 
 
 class _Broadcast(torch.autograd.Function):
@@ -254,14 +252,11 @@ class DataParallelModel(nn.Module):
 
     def forward(self, *args, **kwargs) -> list[Any]:
         """Return the outputs of all devices; one that gets no row has none."""
-        if len(self.devices) == 1:
-            return parallel_apply(
-                [self.module], *zip(*scatter((args, kwargs), self.devices), strict=True)
-            )
-        rows = num_rows((args, kwargs), self.dim) or 1  # or nothing to split
-        devices = self.devices[:rows]
+        alone = len(self.devices) == 1  # then nothing is split, nor is anything copied
+        devices = self.devices[: 1 if alone else num_rows((args, kwargs), self.dim) or 1]
         shards = scatter((args, kwargs), devices, self.dim)
-        return parallel_apply(replicate(self.module, devices), *zip(*shards, strict=True))
+        modules = [self.module] if alone else replicate(self.module, devices)
+        return parallel_apply(modules, *zip(*shards, strict=True))
 
 
 class DataParallel(DataParallelModel):
