@@ -17,13 +17,17 @@ from .data import DataError, load_data_fashion_mnist, read_idx
 from .data_parallel import DataParallel, DataParallelModel, parallel_apply, replicate
 from .ddp import DistributedDataParallel, NaiveDistributedDataParallel
 from .devices import Ledger, choose_devices, count_bytes, move, try_all_gpus, try_gpu
+from .distributed_pipeline import DistributedPipeline
 from .launcher import RankError, launch
 from .network import init_params, lenet, loss, sgd
 from .parallel_loss import ChunkedLoss, DataParallelCriterion
+from .pipeline import Pipeline, SplitModel
+from .pipeline_schedules import Action, gpipe, one_f_one_b, sequential
 from .ranks import MismatchError, PeerError
 from .sampler import DistributedSampler
 from .scattering import gather, scatter
 from .schedules import Move, direct, halving_doubling, recursive_doubling, ring, star, tree
+from .stages import cut
 from .training import (
     History,
     accuracy,

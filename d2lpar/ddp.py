@@ -23,6 +23,7 @@ from torch import nn
 from . import ranks
 from .buckets import Bucket, make_buckets
 from .sender import Sender
+from .transport import group_like
 
 
 class NaiveDistributedDataParallel(nn.Module):
@@ -146,12 +147,8 @@ class DistributedDataParallel(nn.Module):
         self._sender = Sender()
         weakref.finalize(self, self._sender.stop)
         # A group of its own: the order of its messages is that of the buckets, whatever the main
-        # thread sends meanwhile. Only for the members of a group, torch finds its name by counting
-        # the groups of each: with all ranks it need not.
-        only_members = len(self.ranks) < dist.get_world_size()
-        self._own_group = dist.new_group(
-            self.ranks, backend=dist.get_backend(group), use_local_synchronization=only_members
-        )
+        # thread sends meanwhile.
+        self._own_group = group_like(group)
         ranks.barrier(self._own_group)
         self.allreduce = ranks.allreduce  # what the thread calls: put a slower one here to compare
         self._syncs = self._will_sync = True  # False inside no_sync, and for its forward passes

@@ -103,7 +103,7 @@ def allreduce(
             the same chunk in one step, not by an exchange; or there is no process group.
         TypeError: ``tensor`` is no tensor, or ``schedule`` no function.
     """
-    member, timeout = _member_of(group, timeout)
+    member, timeout = member_of(group, timeout)
     transport = member.transport
     k = len(transport.ranks)
     plan = f"allreduce, {op} of {describe_tensor(tensor)}, {describe_schedule(schedule, k)}"
@@ -132,7 +132,7 @@ def reduce_scatter(
     0, now reduced; the other rows are left with partial results. A tensor without a dimension
     counts as one row. Arguments and errors are those of ``allreduce``.
     """
-    member, timeout = _member_of(group, timeout)
+    member, timeout = member_of(group, timeout)
     plan = f"reduce_scatter, {op} of {describe_tensor(tensor)}"
     _begin(plan, tensor, op, member, check, timeout)
     transport = member.transport
@@ -157,7 +157,7 @@ def all_gather(
     have to tell each other, and compare what they do anyway; one without a dimension counts as a
     row. Arguments and errors are those of ``allreduce``.
     """
-    member, timeout = _member_of(group, timeout)
+    member, timeout = member_of(group, timeout)
     plan = f"all_gather of rows of {describe_tensor(shard, first=1)}"
     rows = _begin(plan, shard, "sum", member, True, timeout)
     transport = member.transport
@@ -183,7 +183,7 @@ def broadcast(
     ``src`` is a rank of the world, as in torch. The other arguments and errors are those of
     ``allreduce``.
     """
-    member, timeout = _member_of(group, timeout)
+    member, timeout = member_of(group, timeout)
     plan = f"broadcast from rank {src} of {describe_tensor(tensor)}"
     _begin(plan, tensor, "sum", member, check, timeout)
     transport = member.transport
@@ -199,7 +199,7 @@ def broadcast(
 
 def barrier(group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
     """Return when all ranks of the group have called. Errors are those of ``allreduce``."""
-    member, timeout = _member_of(group, timeout)
+    member, timeout = member_of(group, timeout)
     member.calls += 1
     agree(member.transport, member.calls, "barrier", 0, timeout)
 
@@ -304,7 +304,8 @@ def _begin(plan, tensor, op, member: _Member, check: bool, timeout: float) -> li
     return rows
 
 
-def _member_of(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[_Member, float]:
+def member_of(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[_Member, float]:
+    """Return what this rank keeps for ``group``, and for how long to wait: for a module of ours."""
     if not dist.is_initialized():
         raise ValueError("there is no process group: call this inside launch or under torchrun")
     if group is dist.GroupMember.NON_GROUP_MEMBER:

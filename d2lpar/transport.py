@@ -199,6 +199,19 @@ class Messages(Transport):
             raise _gone(missing, reason)
 
 
+def group_like(group: dist.ProcessGroup | None, backend: str | None = None) -> dist.ProcessGroup:
+    """Return a new process group of the same ranks, so that its messages have an order of their own.
+
+    Called by all of them. ``backend``: of its messages; None: that of ``group``.
+    """
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    # Only for the members of a group, torch finds its name by counting the groups of each: with all
+    # ranks it need not.
+    only_members = len(ranks) < dist.get_world_size()
+    backend = backend or dist.get_backend(group)
+    return dist.new_group(ranks, backend=backend, use_local_synchronization=only_members)
+
+
 def _gone(ranks: list[int], reason: Exception) -> PeerError:
     names, line = sorted(set(ranks)), str(reason).splitlines()[0]
     return PeerError(f"{name_ranks(names)} did not answer in time, or is gone: {line}", names)

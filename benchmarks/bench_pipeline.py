@@ -1,0 +1,81 @@
+"""A pipeline of two ranks against the plain split of the same model, in the same run.
+
+The plain split is the schedule ``sequential`` with a single micro-batch: while one rank works, the
+other waits. With m micro-batches a pipeline of p stages can be m·p/(m + p - 1) times as fast.
+"""
+
+from statistics import median
+
+from timing import quartiles
+
+from d2lpar import launch
+from d2lpar.devices import hardware
+
+WIDTH, LAYERS, ROWS = 512, 8, 256  # ROWS of a micro-batch
+GOAL = 1.5
+
+
+def measure(rank: int, world_size: int, num_microbatches: int, rounds: int) -> dict:
+    """Return for each contender the seconds of each round, the slowest rank's."""
+    import random
+    import time
+
+    import torch
+    from torch import nn
+
+    import d2lpar
+    from d2lpar import gpipe, one_f_one_b, sequential
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    stage = d2lpar.cut(nn.Sequential(*layers), world_size)[rank]
+    X = torch.randn(ROWS * num_microbatches, WIDTH)
+    schedules = {
+        "plain split": (sequential, 1),
+        "plain split again": (sequential, 1),
+        "micro-batches, sequential": (sequential, num_microbatches),
+        "GPipe": (gpipe, num_microbatches),
+        "1F1B": (one_f_one_b, num_microbatches),
+        "1F1B, recomputing": (one_f_one_b, num_microbatches),
+    }
+    pipelines = {
+        name: d2lpar.DistributedPipeline(
+            stage, nn.MSELoss(), m, schedule, recompute="recomputing" in name
+        )
+        for name, (schedule, m) in schedules.items()
+    }
+    seconds = {name: [] for name in pipelines}
+    turns = list(pipelines.items())
+    for i in range(rounds + 3):
+        random.Random(i).shuffle(turns)  # alike on both ranks
+        for name, pipeline in turns:
+            d2lpar.ranks.barrier()
+            begin = time.perf_counter()
+            pipeline.forward_backward(X, X)
+            for param in stage.parameters():
+                param.grad = None
+            if i >= 3:
+                seconds[name].append(time.perf_counter() - begin)
+    times = torch.tensor([list(seconds.values())], dtype=torch.float64)
+    slowest = d2lpar.ranks.all_gather(times).amax(dim=0)
+    return dict(zip(seconds, slowest.tolist(), strict=True))
+
+
+def main():
+    print(hardware())
+    print(f"{LAYERS} linear layers {WIDTH} wide, micro-batches of {ROWS} rows, 2 ranks")
+    for m in (4, 8, 16):
+        seconds = launch(measure, 2, m, 15, timeout=400)[0]
+        print(f"\n{m} micro-batches; at best {2 * m / (m + 1):.2f} times as fast")
+        base = seconds["plain split"]
+        for name, times in seconds.items():
+            gain = quartiles([b / t for b, t in zip(base, times, strict=True)])
+            goal = f"  >= {GOAL}" if m == 8 and name in ("GPipe", "1F1B") else ""
+            print(
+                f"{name:26} {1e3 * median(times):7.1f} ms  {gain[1]:5.2f} times as fast"
+                f"  {gain[0]:.2f} to {gain[2]:.2f}{goal}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""A model split over devices by layers: first plainly, then as a pipeline, in one process.
+
+``SplitModel`` puts stages on devices and moves what goes from one to the next; autograd moves the
+gradients back. Only one device works at a time. ``Pipeline`` cuts the batch, too, and follows a
+schedule, so that devices work at the same time: on GPUs, whose calls return at once. Notebook 06
+builds this file. Source: Huang et al., GPipe (2019), and Kim et al., "torchgpipe" (2020).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+from torch import nn
+
+from .devices import move
+from .parallel_loss import Count, find_count, shares
+from .pipeline_schedules import (
+    PipelineSchedule,
+    Span,
+    check_pipeline,
+    check_sizes,
+    one_f_one_b,
+    target,
+)
+from .scattering import check_devices, position
+from .stages import Stage
+
+
+class SplitModel(nn.Module):
+    """A model whose stages are on several devices: the plain split.
+
+    Args:
+        stages: modules, each called with what the one before returned; they are moved.
+        devices: one for each stage.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]):
+        super().__init__()
+        self.devices = check_devices(devices)
+        if len(stages) != len(self.devices):
+            raise ValueError(f"there are {len(stages)} stages for {len(self.devices)} devices")
+        self.stages = nn.ModuleList(
+            stage.to(device) for stage, device in zip(stages, self.devices, strict=True)
+        )
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        """Return the output of the last stage, on the last device; gradients flow back."""
+        src = position(X.device, self.devices)
+        for s, (stage, device) in enumerate(zip(self.stages, self.devices, strict=True)):
+            X = stage(move(X, device, src, s, "activations", "gradients"))
+            src = s
+        return X
+
+
+class Pipeline(SplitModel):
+    """The same model, trained in micro-batches that follow a schedule.
+
+    ``forward_backward`` does what ``criterion(model(X), y).backward()`` does with the whole model,
+    up to rounding, also where the last micro-batches are one row shorter, and for a criterion that
+    ignores targets or weighs classes. BatchNorm is the exception: in training it sees a micro-batch
+    at a time, normalises with the mean and variance of that one, and updates its running statistics
+    m times. The call itself, ``pipeline(X)``, is the plain split, for evaluation.
+
+    Args:
+        stages: modules, as ``cut`` returns; a stage takes one tensor and returns one.
+        devices: one for each stage.
+        criterion: called with (output, target).
+        num_microbatches: into how many parts a batch is cut; they differ by at most one row.
+        schedule: a function (num_stages, num_microbatches) -> ticks, such as ``gpipe``.
+        recompute: whether a stage keeps only its inputs, and makes its forward pass twice.
+        count: see ``DataParallelCriterion``.
+
+    Attributes:
+        timeline: None; a list here is given a ``Span`` for each action. On GPUs that is when the
+            calls were made, not when the work was done.
+        peak_live: of how many micro-batches each stage kept activations at most, in the last batch.
+
+    Raises:
+        ValueError: the schedule is not one, see ``check_pipeline``; numbers do not match; or the
+            parts of this criterion's loss cannot be put together, see ``find_count``.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        criterion: Callable,
+        num_microbatches: int,
+        schedule: PipelineSchedule = one_f_one_b,
+        recompute: bool = False,
+        count: Count | None = None,
+    ):
+        super().__init__(stages, devices)
+        self.criterion, self.count = criterion, count
+        self.num_microbatches = num_microbatches
+        self.ticks = make_ticks(schedule, len(self.stages), num_microbatches)
+        require_number(criterion, count)
+        self.timeline: list[Span] | None = None
+        self._stages = [Stage(stage, recompute) for stage in self.stages]
+
+    @property
+    def peak_live(self) -> list[int]:
+        """Of how many micro-batches each stage kept activations at most, in the last batch."""
+        return [stage.peak for stage in self._stages]
+
+    def forward_backward(self, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Add to the gradients of all parameters; return the loss of the batch, detached.
+
+        Raises:
+            ValueError: ``X`` and ``y`` differ in rows, there are fewer rows than micro-batches, or
+                ``X`` requires gradients.
+        """
+        X_parts, y_parts = split_rows(X, y, self.num_microbatches)
+        p, host = len(self._stages), position(X.device, self.devices)
+        losses = Losses(self.criterion, self.count, y_parts)
+        inputs = {}  # of actions to come: the activations or gradients that have been sent there
+        for stage in self._stages:
+            stage.begin()
+        for action in chain(*self.ticks):
+            begin, (s, i, kind) = time.perf_counter(), action
+            if kind == "forward":
+                if s == 0:
+                    inputs[action] = move(X_parts[i], self.devices[0], host, 0, "inputs")
+                finish = losses.of if s == p - 1 else None
+                result = self._stages[s].forward(i, inputs.pop(action), finish)
+            else:
+                result = self._stages[s].backward(i, inputs.pop(action, None))
+            if (there := target(action, p)) and result is not None:
+                sent = move(result.detach(), self.devices[there.stage], s, there.stage, kind)
+                inputs[there] = sent.detach().requires_grad_(result.requires_grad)
+            if self.timeline is not None:
+                self.timeline.append(Span(*action, begin, time.perf_counter()))
+        return losses.total()
+
+
+class Losses:
+    """The loss of each micro-batch, weighted so that they add up to the loss of the batch.
+
+    A mean is weighted by the micro-batch's share of what the whole mean is divided by: of its rows,
+    as a rule. The mean of the means would give the rows of a short micro-batch too much weight.
+    """
+
+    def __init__(self, criterion: Callable, count: Count | None, y_parts: Sequence[torch.Tensor]):
+        self.y_parts, self.sum = y_parts, 0.0
+        self.criterion, self.weights = shares(criterion, count, [(y,) for y in y_parts])
+
+    def of(self, i: int, output: torch.Tensor) -> torch.Tensor:
+        """Return the weighted loss of micro-batch ``i``, whose output this is."""
+        y = self.y_parts[i].to(output.device)
+        if output.dim() and len(output) != len(y):
+            raise ValueError(
+                f"micro-batch {i} has {len(output)} rows of outputs, but {len(y)} targets: X and y "
+                "must be of one batch, and every stage must keep the rows"
+            )
+        if i in self.weights:
+            loss = self.criterion(output, y) * self.weights[i]
+        else:  # all of its targets are ignored
+            loss = (output * 0).sum()
+        if loss.dim():
+            raise ValueError(f"the criterion returns shape {list(loss.shape)}, and no number")
+        self.sum = self.sum + loss.detach()
+        return loss
+
+    def total(self) -> torch.Tensor:
+        """Return the loss of the batch."""
+        return self.sum
+
+
+def make_ticks(schedule: PipelineSchedule, num_stages: int, num_microbatches: int) -> list[list]:
+    """Return the ticks of a schedule, checked; raise ValueError or TypeError for what is none."""
+    check_sizes(num_stages, num_microbatches)
+    if not callable(schedule):
+        raise TypeError(f"schedule must be a function such as gpipe, not {schedule!r}")
+    ticks = schedule(num_stages, num_microbatches)
+    check_pipeline(ticks, num_stages, num_microbatches)
+    return ticks
+
+
+def require_number(criterion: Callable, count: Count | None) -> None:
+    """Raise ValueError for a criterion whose parts do not add up to one number."""
+    if getattr(criterion, "reduction", None) == "none":
+        raise ValueError('a criterion with reduction "none" gives no number to go backward from')
+    find_count(criterion, count)
+
+
+def split_rows(
+    X: torch.Tensor, y: torch.Tensor, num_microbatches: int
+) -> tuple[Sequence, Sequence]:
+    """Cut a batch into micro-batches that differ by at most one row: (parts of X, parts of y).
+
+    Raises ValueError where that is not possible; one of the two may be None, and is left so.
+    """
+    if X is not None and y is not None and X.shape[:1] != y.shape[:1]:
+        raise ValueError(f"X has shape {list(X.shape)}, but y has shape {list(y.shape)}")
+    for rows in (X, y):
+        if rows is not None and (not rows.dim() or len(rows) < num_microbatches):
+            raise ValueError(
+                f"a batch of shape {list(rows.shape)} cannot be cut into {num_microbatches} "
+                "micro-batches of at least one row"
+            )
+    if X is not None and X.requires_grad:
+        raise ValueError(
+            "X requires gradients, and they would end at the first stage: put what made X into "
+            "that stage, or pass X.detach()"
+        )
+    return tuple(None if rows is None else rows.tensor_split(num_microbatches) for rows in (X, y))

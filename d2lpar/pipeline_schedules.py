@@ -1,0 +1,217 @@
+"""Pipelines as data: which stage does what with which micro-batch, and when.
+
+A model is cut into stages, one a device, and a batch into micro-batches. A pipeline schedule is a
+function ``(num_stages, num_microbatches) -> ticks``. The ticks come one after the other; the
+actions of one tick happen at the same time. The same list is run on devices (``pipeline``) and by
+ranks (``distributed_pipeline``), walked with a clock (``predict``) and drawn (``plot.pipeline``).
+
+Notebook 06 builds this file. Sources: Huang et al., "GPipe: Efficient Training of Giant Neural
+Networks using Pipeline Parallelism" (2019); one forward, one backward is that of Narayanan et al.,
+"Memory-Efficient Pipeline-Parallel DNN Training" (2021), there called PipeDream-Flush.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+
+class Action(NamedTuple):
+    """``stage`` makes the forward or the backward pass of ``microbatch``.
+
+    ``kind`` is "forward" or "backward".
+    """
+
+    stage: int
+    microbatch: int
+    kind: str
+
+
+class Span(NamedTuple):
+    """An action with the time that it took: ``start`` to ``end``, in seconds."""
+
+    stage: int
+    microbatch: int
+    kind: str
+    start: float
+    end: float
+
+
+PipelineSchedule = Callable[[int, int], list[list[Action]]]
+
+
+def sequential(num_stages: int, num_microbatches: int) -> list[list[Action]]:
+    """One action at a time: each micro-batch goes forward, then backward, through all stages.
+
+    2·m·p ticks for p stages and m micro-batches: (p - 1)/p of the time of all stages is idle.
+    """
+    ticks = []
+    for i in range(num_microbatches):
+        ticks += [[Action(s, i, "forward")] for s in range(num_stages)]
+        ticks += [[Action(s, i, "backward")] for s in reversed(range(num_stages))]
+    return ticks
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> list[list[Action]]:
+    """All micro-batches forward, one tick apart, and then back the same way: GPipe.
+
+    2(m + p - 1) ticks for p stages and m micro-batches, of which each stage is idle for 2(p - 1). A
+    stage keeps the activations of up to m micro-batches.
+    """
+    forward = [[] for _ in range(num_microbatches + num_stages - 1)]
+    for s in range(num_stages):
+        for i in range(num_microbatches):
+            forward[s + i].append(Action(s, i, "forward"))
+    backward = [[Action(s, i, "backward") for s, i, _ in tick] for tick in reversed(forward)]
+    return forward + backward
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int) -> list[list[Action]]:
+    """Each stage goes backward as soon as it can, and then forward again, in turn: 1F1B.
+
+    As many ticks as ``gpipe``, but stage s of p keeps the activations of at most p - s
+    micro-batches, however many there are.
+    """
+    p = num_stages
+    ticks = [[] for _ in range(2 * (num_microbatches + p - 1))]
+    for s in range(p):
+        for i in range(num_microbatches):
+            warms_up = i < p - s  # there is nothing yet to go backward with
+            ticks[s + i if warms_up else s + 2 * i].append(Action(s, i, "forward"))
+            ticks[2 * p - 1 - s + 2 * i].append(Action(s, i, "backward"))
+    return ticks
+
+
+def source(action: Action, num_stages: int) -> Action | None:
+    """Return the action of another stage whose result ``action`` works on, if there is one."""
+    s, i, kind = action
+    s += -1 if kind == "forward" else 1
+    return Action(s, i, kind) if 0 <= s < num_stages else None
+
+
+def target(action: Action, num_stages: int) -> Action | None:
+    """Return the action of another stage that works on the result of ``action``, if any does."""
+    s, i, kind = action
+    s += 1 if kind == "forward" else -1
+    return Action(s, i, kind) if 0 <= s < num_stages else None
+
+
+def own_actions(ticks: list[list[Action]], stage: int) -> list[Action]:
+    """Return what one stage does, in order."""
+    return [action for action in chain(*ticks) if action.stage == stage]
+
+
+def check_pipeline(ticks: list[list[Action]], num_stages: int, num_microbatches: int) -> None:
+    """Check that the ticks make one training step, and that it can be made.
+
+    Every micro-batch passes every stage once forward and once backward, no stage has two actions
+    in a tick, and each action comes after those that it needs.
+
+    Raises:
+        ValueError: naming the first action, or the tick, of which this does not hold.
+    """
+    done = {}  # action -> its tick
+    for tick, actions in enumerate(ticks):
+        busy = [action.stage for action in actions]
+        for action in actions:
+            _check_action(action, num_stages, num_microbatches)
+            if action in done:
+                raise ValueError(f"tick {tick}: {_words(action)} was done in tick {done[action]}")
+            if busy.count(action.stage) > 1:
+                raise ValueError(f"tick {tick}: stage {action.stage} has two actions")
+            needs = [source(action, num_stages)]
+            if action.kind == "backward":
+                needs.append(action._replace(kind="forward"))
+            for need in filter(None, needs):
+                if need not in done:
+                    raise ValueError(f"tick {tick}: {_words(action)} comes before {_words(need)}")
+        done |= dict.fromkeys(actions, tick)
+    for s in range(num_stages):
+        for i in range(num_microbatches):
+            for kind in ("forward", "backward"):
+                if (s, i, kind) not in done:
+                    raise ValueError(f"{_words(Action(s, i, kind))} is missing")
+
+
+def _check_action(action: Action, num_stages: int, num_microbatches: int) -> None:
+    s, i, kind = action
+    if not (0 <= s < num_stages and 0 <= i < num_microbatches) or kind not in (
+        "forward",
+        "backward",
+    ):
+        raise ValueError(
+            f'{action} is no action, "forward" or "backward", of {num_stages} stages and '
+            f"{num_microbatches} micro-batches"
+        )
+
+
+def _words(action: Action) -> str:
+    return f"{action.kind} of micro-batch {action.microbatch} on stage {action.stage}"
+
+
+def check_sizes(num_stages: int, num_microbatches: int) -> None:
+    """Raise ValueError unless both numbers are positive ints."""
+    for name, number in {"stages": num_stages, "micro-batches": num_microbatches}.items():
+        if type(number) is not int or number < 1:
+            raise ValueError(f"the number of {name} must be a positive int, not {number!r}")
+
+
+def predict(
+    ticks: list[list[Action]],
+    forward: float | Sequence[float] = 1.0,
+    backward: float | Sequence[float] = 2.0,
+    transfer: float = 0.0,
+) -> list[Span]:
+    """Return when each action begins and ends, in the order in which they end.
+
+    A stage makes its actions in the order of the ticks, each as soon as it is free and its input
+    has come. It does not wait for the end of a tick.
+
+    Args:
+        ticks: see ``gpipe``.
+        forward: seconds of a forward pass of one micro-batch, of every stage or a list of each.
+        backward: the same for a backward pass, which takes about twice as long.
+        transfer: seconds from the end of an action to the moment when the next stage has its
+            result; the sender does not wait.
+    """
+    num_stages = 1 + max((action.stage for action in chain(*ticks)), default=-1)
+    seconds = {
+        kind: times if isinstance(times, Sequence) else [times] * num_stages
+        for kind, times in {"forward": forward, "backward": backward}.items()
+    }
+    for kind, times in seconds.items():
+        if len(times) != num_stages:
+            raise ValueError(f"{kind} has {len(times)} times for {num_stages} stages")
+    free, ends, spans = [0.0] * num_stages, {}, []
+    for action in chain(*ticks):
+        need = source(action, num_stages)
+        there = ends[need] + transfer if need else 0.0
+        start = max(free[action.stage], there)
+        end = start + seconds[action.kind][action.stage]
+        free[action.stage] = ends[action] = end
+        spans.append(Span(*action, start, end))
+    return sorted(spans, key=lambda span: (span.end, span.start))
+
+
+def bubble(spans: Iterable[Span]) -> float:
+    """Return the idle part of the stages' time, 0 to 1, from the first start to the last end.
+
+    For p stages that take equally long and m micro-batches in ``gpipe`` or ``one_f_one_b`` it is
+    (p - 1)/(m + p - 1).
+    """
+    spans = list(spans)
+    duration = max(span.end for span in spans) - min(span.start for span in spans)
+    num_stages = 1 + max(span.stage for span in spans)
+    return 1 - sum(span.end - span.start for span in spans) / (num_stages * duration)
+
+
+def live(actions: Iterable[Action | Span]) -> dict[int, list[int]]:
+    """Return of how many micro-batches each stage keeps activations, after each of its actions.
+
+    A forward pass keeps them for the backward pass, which frees them: {stage: [1, 2, …, 0]}.
+    """
+    counts = defaultdict(list)
+    for action in actions:
+        before = counts[action.stage][-1] if counts[action.stage] else 0
+        counts[action.stage].append(before + (1 if action.kind == "forward" else -1))
+    return dict(sorted(counts.items()))

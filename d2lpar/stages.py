@@ -1,0 +1,227 @@
+"""A model cut into stages, and what a stage does with a micro-batch.
+
+``cut`` divides a list of layers so that the largest stage is as small as can be. A ``Stage`` makes
+the forward and the backward pass of its layers, apart from each other and from the other stages',
+as the executors of a pipeline ask for it. Notebook 06 builds this file.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from statistics import median
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from .devices import num_bytes
+
+
+def cut(
+    model: nn.Sequential | Sequence[nn.Module],
+    num_stages: int,
+    by: str | Sequence[float] = "count",
+    X: torch.Tensor | None = None,
+) -> list[nn.Sequential]:
+    """Cut a model into stages of consecutive layers, the largest as small as possible.
+
+    The stages hold the model's own layers, not copies.
+
+    Args:
+        model: an ``nn.Sequential`` or a list of modules, each called with what the last returned.
+        num_stages: how many; every stage gets at least one layer.
+        by: what is to be balanced: the "count" of layers, their "parameters" (bytes), the "time" of
+            their forward and backward pass, measured with ``X``, or a list of a cost for each.
+        X: a micro-batch, for "time".
+
+    Raises:
+        ValueError: there are fewer layers than stages, a cost is negative, ``by`` is unknown, "time"
+            has no ``X``, or a parameter is in two stages.
+    """
+    layers = list(model)
+    costs = _costs(layers, by, X)
+    stages, begin = [], 0
+    for size in balance(costs, num_stages):
+        stages.append(nn.Sequential(*layers[begin : begin + size]))
+        begin += size
+    owners = {}
+    for s, stage in enumerate(stages):
+        for name, param in stage.named_parameters():
+            if owners.setdefault(param, s) != s:
+                raise ValueError(
+                    f"stages {owners[param]} and {s} share a parameter ({name} of stage {s}): "
+                    "layers that do must be in one stage"
+                )
+    return stages
+
+
+def balance(costs: Sequence[float], num_parts: int) -> list[int]:
+    """Divide a list into consecutive parts, so that the largest sum of a part is smallest.
+
+    Returns how many elements each part has, at least 1. Raises ValueError for fewer elements than
+    parts and for costs that are negative.
+    """
+    if type(num_parts) is not int or num_parts < 1:
+        raise ValueError(f"the number of stages must be a positive int, not {num_parts!r}")
+    if len(costs) < num_parts:
+        raise ValueError(f"{len(costs)} layers cannot be cut into {num_parts} stages")
+    if not all(cost >= 0 for cost in costs):
+        raise ValueError(f"costs must not be negative: {list(costs)}")
+    # best[n] = (largest sum, sizes) of the first n elements, divided into as many parts as so far
+    best = {n: (sum(costs[:n]), [n]) for n in range(1, len(costs) + 1)}
+    for part in range(2, num_parts + 1):
+        best = {
+            n: min(
+                (
+                    (max(best[j][0], sum(costs[j:n])), [*best[j][1], n - j])
+                    for j in range(part - 1, n)
+                ),
+                key=lambda division: division[0],
+            )
+            for n in range(part, len(costs) + 1)
+        }
+    return best[len(costs)][1]
+
+
+def _costs(layers: list[nn.Module], by: str | Sequence[float], X) -> Sequence[float]:
+    if by == "count":
+        return [1] * len(layers)
+    if by == "parameters":
+        return [sum(map(num_bytes, layer.parameters())) for layer in layers]
+    if by == "time":
+        if X is None:
+            raise ValueError('to cut by "time", pass a micro-batch X')
+        return layer_seconds(layers, X)
+    if isinstance(by, str):
+        raise ValueError(f'by is {by!r}, which is none of "count", "parameters", "time"')
+    if len(by) != len(layers):
+        raise ValueError(f"there are {len(by)} costs for {len(layers)} layers")
+    return by
+
+
+def layer_seconds(layers: Sequence[nn.Module], X: torch.Tensor, rounds: int = 10) -> list[float]:
+    """Measure the forward and backward pass of each layer: the median of ``rounds``, in seconds.
+
+    Leaves gradients, buffers and random numbers as they are. ``X`` is the first layer's input.
+    """
+    seconds = []
+    for layer in layers:
+        state = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+        grads = [param.grad for param in layer.parameters()]
+        with torch.random.fork_rng([X.device] if X.is_cuda else []):
+            times, X = zip(*[_time_layer(layer, X) for _ in range(2 + rounds)], strict=True)
+        seconds.append(median(times[2:]))  # the first ones warm up
+        X = X[-1]
+        for name, buffer in layer.named_buffers():
+            buffer.copy_(state[name])
+        for param, grad in zip(layer.parameters(), grads, strict=True):
+            param.grad = grad
+    return seconds
+
+
+def _time_layer(layer: nn.Module, X: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Return the seconds of one forward and backward pass, and the output."""
+    for param in layer.parameters():
+        param.grad = None
+    wait = partial(torch.cuda.synchronize, X.device) if X.is_cuda else int
+    entry = X.detach().clone().requires_grad_(X.is_floating_point())
+    wait()
+    begin = time.perf_counter()
+    output = layer(entry.clone() if _writes_to_its_input(layer) else entry)
+    if output.requires_grad:
+        output.backward(torch.ones_like(output))
+    wait()
+    return time.perf_counter() - begin, output.detach()
+
+
+class Stage:
+    """One stage of a pipeline: forward and backward passes, a micro-batch at a time.
+
+    ``live`` holds, for each micro-batch between the two, what the backward pass needs: the stage's
+    input, and its output with autograd's graph behind it.
+
+    Args:
+        module: the layers.
+        recompute: whether to keep only the input, and to make the forward pass again before the
+            backward pass, with the same random numbers (Chen et al., "Training Deep Nets with
+            Sublinear Memory Cost", 2016).
+    """
+
+    def __init__(self, module: nn.Module, recompute: bool = False):
+        self.module, self.recompute = module, recompute
+        self.writes = _writes_to_its_input(module)
+        self.live: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.peak = 0  # of len(live)
+
+    def begin(self) -> None:
+        """Forget what an interrupted batch may have left."""
+        self.live.clear()
+        self.peak = 0
+
+    def forward(self, i: int, X: torch.Tensor, finish: Callable | None = None) -> torch.Tensor:
+        """Return the output for micro-batch ``i``, detached; it requires gradients if it wants them.
+
+        ``X`` is a leaf. ``finish`` is what the last stage does with its output: the loss.
+        """
+        with torch.enable_grad():
+            if self.recompute:
+                contexts = partial(_contexts, self.module)
+                output = checkpoint(self._call, X, use_reentrant=False, context_fn=contexts)
+            else:
+                output = self._call(X)
+            if not isinstance(output, torch.Tensor):
+                raise TypeError(f"a stage must return one tensor, not a {type(output).__name__}")
+            if finish:
+                output = finish(i, output)
+        self.live[i] = X, output
+        self.peak = max(self.peak, len(self.live))
+        return output.detach().requires_grad_(output.requires_grad)
+
+    def wants_gradient(self, i: int) -> bool:
+        """Tell whether the output for micro-batch ``i`` has a way back."""
+        return self.live[i][1].requires_grad
+
+    def _call(self, X: torch.Tensor) -> torch.Tensor:
+        return self.module(X.clone() if self.writes else X)
+
+    def backward(self, i: int, grad: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Go backward with micro-batch ``i``, and forget it.
+
+        ``grad`` is the gradient of the output; a loss has none. Adds to the gradients of the
+        parameters, and returns that of the input, if it wants one.
+        """
+        X, output = self.live.pop(i)
+        if output.requires_grad:
+            output.backward(grad)
+        return X.grad
+
+
+def _writes_to_its_input(module: nn.Module) -> bool:
+    """Tell whether the first layer works in place, as ReLU(inplace=True) does.
+
+    It must not write to what another stage has sent: that one's backward pass may need it.
+    """
+    for part in module.modules():
+        if not any(True for _ in part.children()):
+            return getattr(part, "inplace", False)
+    return False
+
+
+def _contexts(module: nn.Module) -> tuple:
+    return nullcontext(), _statistics_kept(module)
+
+
+@contextmanager
+def _statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Let BatchNorm leave its running statistics alone: the first forward pass has updated them."""
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    tracking = [norm.track_running_stats for norm in norms]
+    for norm in norms:
+        norm.track_running_stats = norm.track_running_stats and not norm.training
+    try:
+        yield
+    finally:
+        for norm, tracks in zip(norms, tracking, strict=True):
+            norm.track_running_stats = tracks
