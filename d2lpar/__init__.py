@@ -28,6 +28,7 @@ from .sampler import DistributedSampler
 from .scattering import gather, scatter
 from .schedules import Move, direct, halving_doubling, recursive_doubling, ring, star, tree
 from .stages import cut
+from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from .training import (
     History,
     accuracy,
@@ -37,3 +38,4 @@ from .training import (
     train,
     train_batch,
 )
+from .vocab_parallel import vocab_parallel_cross_entropy

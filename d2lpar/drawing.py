@@ -218,7 +218,7 @@ def timeline(spans: Sequence[tuple[str, str, float, float]], title: str = "") ->
     width, bottom = max(WIDTH, left + 400), top + 26 * len(lanes)
     scale = (width - left - 30) / (total or 1)  # pixels in a second
     body = text(16 + 22j, escape(title), 'font-size="17" font-weight="bold"') if title else ""
-    for tick in _round_numbers(total or 1):
+    for tick in round_numbers(total or 1):
         x = left + tick * scale
         body += f'<path d="M{x:.5g} {top}V{bottom + 4}" stroke="{GREY}"/>'
         body += text(complex(x, bottom + 16), _ms(tick), 'text-anchor="middle"')
@@ -253,7 +253,7 @@ def _kind(lane: str) -> str:
     return lane.rpartition(": ")[2]
 
 
-def _round_numbers(total: float) -> list[float]:
+def round_numbers(total: float) -> list[float]:
     """5 to 11 round numbers from 0 to ``total``."""
     power = 10.0 ** math.floor(math.log10(total))
     step = max(m * power for m in (0.2, 0.5, 1, 2) if 4 * m * power <= total)

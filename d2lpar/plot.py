@@ -29,6 +29,7 @@ from PIL import Image
 
 from .drawing import FONTS, GREY, INK, PALETTE, WIDTH, Picture, picture, schedule, text, timeline
 from .figures import data_parallel, iteration, ranks_and_nodes, three_splits
+from .gantt import pipeline
 
 __all__ = [
     "Board",
@@ -39,6 +40,7 @@ __all__ = [
     "images",
     "iteration",
     "links",
+    "pipeline",
     "ranks_and_nodes",
     "schedule",
     "stacks",

@@ -83,7 +83,7 @@ def receive(
     group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """Return what rank ``src`` sends next, which must have ``label``, as a new tensor on ``device``.
+    """Return what rank ``src`` sends next, as a new tensor on ``device``; it must have ``label``.
 
     Raises:
         PeerError: nothing came within ``timeout`` seconds, or ``src`` is gone.

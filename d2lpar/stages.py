@@ -8,7 +8,8 @@ as the executors of a pipeline ask for it. Notebook 06 builds this file.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from statistics import median
 
 import torch
@@ -37,8 +38,8 @@ def cut(
         X: a micro-batch, for "time".
 
     Raises:
-        ValueError: there are fewer layers than stages, a cost is negative, ``by`` is unknown, "time"
-            has no ``X``, or a parameter is in two stages.
+        ValueError: there are fewer layers than stages, a cost is negative, ``by`` is unknown,
+            "time" has no ``X``, or a parameter is in two stages.
     """
     layers = list(model)
     costs = _costs(layers, by, X)
@@ -69,20 +70,18 @@ def balance(costs: Sequence[float], num_parts: int) -> list[int]:
         raise ValueError(f"{len(costs)} layers cannot be cut into {num_parts} stages")
     if not all(cost >= 0 for cost in costs):
         raise ValueError(f"costs must not be negative: {list(costs)}")
-    # best[n] = (largest sum, sizes) of the first n elements, divided into as many parts as so far
-    best = {n: (sum(costs[:n]), [n]) for n in range(1, len(costs) + 1)}
-    for part in range(2, num_parts + 1):
-        best = {
-            n: min(
-                (
-                    (max(best[j][0], sum(costs[j:n])), [*best[j][1], n - j])
-                    for j in range(part - 1, n)
-                ),
-                key=lambda division: division[0],
-            )
-            for n in range(part, len(costs) + 1)
-        }
-    return best[len(costs)][1]
+    ends = [0, *accumulate(costs)]
+
+    @cache
+    def divide(n: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        """Return (largest sum, sizes) of the first ``n`` elements, divided into ``parts``."""
+        if parts == 1:
+            return ends[n], (n,)
+        ways = [(divide(j, parts - 1), j) for j in range(n - 1, parts - 2, -1)]
+        (largest, sizes), j = min(ways, key=lambda way: max(way[0][0], ends[n] - ends[way[1]]))
+        return max(largest, ends[n] - ends[j]), (*sizes, n - j)
+
+    return list(divide(len(costs), num_parts)[1])
 
 
 def _costs(layers: list[nn.Module], by: str | Sequence[float], X) -> Sequence[float]:
@@ -161,7 +160,7 @@ class Stage:
         self.peak = 0
 
     def forward(self, i: int, X: torch.Tensor, finish: Callable | None = None) -> torch.Tensor:
-        """Return the output for micro-batch ``i``, detached; it requires gradients if it wants them.
+        """Return the output for micro-batch ``i``, detached; it requires gradients if it wants any.
 
         ``X`` is a leaf. ``finish`` is what the last stage does with its output: the loss.
         """

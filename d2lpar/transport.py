@@ -200,7 +200,7 @@ class Messages(Transport):
 
 
 def group_like(group: dist.ProcessGroup | None, backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new process group of the same ranks, so that its messages have an order of their own.
+    """Return a new process group of the same ranks: its messages have an order of their own.
 
     Called by all of them. ``backend``: of its messages; None: that of ``group``.
     """

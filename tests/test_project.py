@@ -53,11 +53,15 @@ ORDER = (
     "pipeline",
     "distributed_pipeline",
     "tensor_parallel",
+    "vocab_parallel",
+    "channel_split",
+    "grid",
     "checkpoint",
     "mixed_precision",
     "train_ddp",
     "drawing",
     "figures",
+    "gantt",
     "plot",
 )
 MAX_LINES = 350
