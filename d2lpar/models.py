@@ -1,0 +1,139 @@
+"""Networks as lists of layers, to be cut: LeNet, a ResNet, a small transformer.
+
+Each is an ``nn.Sequential`` that takes one tensor and returns the logits. ``Copy`` and ``Sum`` do
+nothing: they mark where a split inside layers would send something (``tensor_parallel``'s
+``copy_to_group`` and ``reduce_from_group``). Notebooks 06 and 07 use this file. Sources: the ResNet
+is He et al., "Deep Residual Learning for Image Recognition" (2016), with the stem for small images
+of Dive into Deep Learning; the transformer is GPT-2's, Radford et al. (2019).
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Copy(nn.Identity):
+    """Marks where parts that are cut take a tensor that all ranks have."""
+
+
+class Sum(nn.Identity):
+    """Marks where the results of the parts are added up."""
+
+
+def lenet_layers() -> nn.Sequential:
+    """Return the LeNet of ``network``, layer by layer: images (n, 1, 28, 28) to logits (n, 10)."""
+    return nn.Sequential(
+        nn.Sequential(Copy(), nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),  # (n, 20, 13, 13)
+        nn.Sequential(nn.Conv2d(20, 50, 5), Sum(), nn.ReLU(), nn.AvgPool2d(2)),  # (n, 50, 4, 4)
+        nn.Sequential(nn.Flatten(), Copy(), nn.Linear(800, 128), nn.ReLU()),  # (n, 128)
+        nn.Sequential(nn.Linear(128, 10), Sum()),  # (n, 10)
+    )
+
+
+def resnet(
+    widths: tuple[int, ...] = (64, 128, 256, 512), num_classes: int = 10, in_channels: int = 1
+) -> nn.Sequential:
+    """Return a ResNet of two blocks for each of ``widths``: images to logits (n, num_classes).
+
+    With the default widths it is ResNet-18. The image is halved before each width but the first.
+    """
+    stem = nn.Sequential(
+        nn.Conv2d(in_channels, widths[0], 3, padding=1), nn.BatchNorm2d(widths[0]), nn.ReLU()
+    )
+    layers, before = [stem], widths[0]
+    for i, width in enumerate(widths):
+        layers += [Residual(before, width, stride=2 if i else 1), Residual(width, width)]
+        before = width
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, num_classes))
+    return nn.Sequential(*layers, head)
+
+
+class Residual(nn.Module):
+    """Two convolutions, and the input added to what they return: (n, c, h, w) to the same."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int = 1):
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            Copy(),
+            nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+            nn.ReLU(),
+            nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
+            Sum(),
+            nn.BatchNorm2d(out_channels),
+        )
+        same = stride == 1 and in_channels == out_channels
+        self.shortcut = (
+            nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+        )
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        """Return (n, out_channels, h / stride, w / stride)."""
+        return F.relu(self.convolutions(X) + self.shortcut(X))
+
+
+def transformer(
+    vocab_size: int = 8192,
+    width: int = 256,
+    num_heads: int = 4,
+    num_blocks: int = 8,
+    length: int = 128,
+) -> nn.Sequential:
+    """Return a decoder: tokens (n, length) to logits (n, length, vocab_size)."""
+    head = nn.Sequential(nn.LayerNorm(width), Copy(), nn.Linear(width, vocab_size, bias=False))
+    blocks = [Block(width, num_heads) for _ in range(num_blocks)]
+    return nn.Sequential(Embedding(vocab_size, width, length), *blocks, head)
+
+
+class Embedding(nn.Module):
+    """A vector for each token, and one for its position: (n, length) to (n, length, width)."""
+
+    def __init__(self, vocab_size: int, width: int, length: int):
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return (n, length, width)."""
+        return self.tokens(tokens) + self.positions
+
+
+class Block(nn.Module):
+    """Causal attention and an MLP, each with its input added: (n, length, width) to the same."""
+
+    def __init__(self, width: int, num_heads: int):
+        super().__init__()
+        self.attention = nn.Sequential(
+            nn.LayerNorm(width), Copy(), Attention(width, num_heads), Sum()
+        )
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width),
+            Copy(),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            Sum(),
+        )
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        """Return (n, length, width)."""
+        X = X + self.attention(X)
+        return X + self.mlp(X)
+
+
+class Attention(nn.Module):
+    """Each position looks at those before it: (n, length, width) to the same."""
+
+    def __init__(self, width: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        """Return (n, length, width)."""
+        n, length, width = X.shape
+        heads = self.queries_keys_values(X).view(n, length, 3, self.num_heads, -1)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (n, num_heads, length, width / num_heads)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.output(mixed.transpose(1, 2).reshape(n, length, width))

@@ -1,0 +1,322 @@
+"""Stages: cut where the largest is smallest, and two passes apart that are autograd's."""
+
+import time
+from functools import partial
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from d2lpar import cut
+from d2lpar.memory import saved_memory
+from d2lpar.stages import Stage, balance, layer_seconds
+
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+both = pytest.mark.parametrize("recompute", [False, True])
+costs = st.lists(st.integers(0, 9) | st.floats(0, 9), min_size=1, max_size=8)
+
+
+class Slow(nn.Module):
+    """The identity, which takes its time forward or backward."""
+
+    def __init__(self, forward=0.0, backward=0.0):
+        super().__init__()
+        self.seconds = forward, backward
+
+    def forward(self, X):
+        time.sleep(self.seconds[0])
+        X = X.clone()
+        if X.requires_grad:
+            X.register_hook(lambda grad: time.sleep(self.seconds[1]))
+        return X
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def leaf(*shape, seed=0):
+    return randn(*shape, seed=seed).requires_grad_()
+
+
+def sizes(stages):
+    return [len(stage) for stage in stages]
+
+
+def grads(module):
+    return [param.grad for param in module.parameters()]
+
+
+def state(module):
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def seeded(build):
+    torch.manual_seed(0)
+    return build().double()
+
+
+def train(build, recompute, parts=3):
+    """Two micro-batches under way at a time: the stage, and the gradients of its inputs."""
+    module = seeded(build)
+    stage, given = Stage(module, recompute), []
+    inputs = [leaf(4, 6, seed=i) for i in range(parts)]
+    outputs = [stage.forward(0, inputs[0])]
+    for i in range(parts):
+        if i + 1 < parts:
+            outputs.append(stage.forward(i + 1, inputs[i + 1]))
+        given.append(stage.backward(i, randn(*outputs[i].shape, seed=9 + i)))
+    return module, outputs, given
+
+
+# Where to cut.
+
+
+@given(costs, st.data())
+def test_the_largest_part_is_as_small_as_can_be(costs, data):
+    parts = data.draw(st.integers(1, len(costs)))
+    found = balance(costs, parts)
+    assert len(found) == parts and sum(found) == len(costs) and min(found) >= 1
+
+    def largest(ends):
+        return max(sum(costs[a:b]) for a, b in pairwise([0, *ends, len(costs)]))
+
+    best = min(largest(ends) for ends in combinations(range(1, len(costs)), parts - 1))
+    assert largest([sum(found[: n + 1]) for n in range(parts - 1)]) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_the_stages_have_the_models_own_layers_in_order(num_stages):
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)])
+    for whole in (model, list(model)):
+        stages = cut(whole, num_stages)
+        assert all(type(stage) is nn.Sequential for stage in stages)
+        assert [id(layer) for stage in stages for layer in stage] == list(map(id, model))
+        assert max(sizes(stages)) == -(-5 // num_stages)
+
+
+def test_cut_by_count_by_bytes_of_parameters_and_by_a_list():
+    layers = [nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 20).double()]
+    assert sizes(cut(layers[:4], 2)) == sizes(cut(layers[:4], 2, "count")) == [2, 2]
+    assert sizes(cut(layers, 2, "parameters"))[1] == 1  # 720 bytes before, and 1600
+    assert sizes(cut(layers, 2, [5, 1, 1, 1, 1])) == [1, 4]
+    assert sizes(cut(layers, 2, (0, 0, 0, 0, 0.1)))[1] >= 1
+
+
+@pytest.mark.parametrize("slow", [Slow(forward=0.004), Slow(backward=0.004)])
+def test_cut_by_time_forward_and_backward(slow):
+    layers = [nn.Linear(3, 3), slow, nn.Linear(3, 3), nn.Tanh(), nn.Tanh(), nn.Tanh()]
+    seconds = layer_seconds(layers, torch.randn(2, 3), rounds=3)
+    assert len(seconds) == 6 and seconds[1] >= 0.004
+    assert max(seconds) == seconds[1]
+    stages = cut([slow, *layers[2:], slow, nn.Tanh()], 3, "time", torch.randn(2, 3))
+    assert [slow in stage for stage in stages].count(True) == 2
+
+
+@pytest.mark.parametrize(
+    "num_stages, by, words",
+    [
+        (4, "count", "3 layers cannot be cut into 4 stages"),
+        (0, "count", "positive int, not 0"),
+        (True, "count", "positive int, not True"),
+        (1.5, "count", r"positive int, not 1\.5"),
+        (2, [1, -2, 3], r"must not be negative: \[1, -2, 3\]"),
+        (2, [1, float("nan"), 3], "must not be negative"),
+        (2, [1, 2], "2 costs for 3 layers"),
+        (2, "bytes", "by is 'bytes', which is none of"),
+        (2, "time", "pass a micro-batch X"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_an_error_that_says_why(num_stages, by, words):
+    with pytest.raises(ValueError, match=words):
+        cut([nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)], num_stages, by)
+
+
+def test_a_parameter_must_not_be_in_two_stages():
+    first, last = nn.Linear(2, 2), nn.Linear(2, 2)
+    last.bias = first.bias
+    with pytest.raises(ValueError, match=r"stages 0 and 2 share a parameter \(0.bias of stage 2\)"):
+        cut([first, nn.Tanh(), last], 3)
+    assert sizes(cut([nn.Tanh(), first, last], 2, [9, 1, 1])) == [1, 2]
+
+
+def test_measuring_leaves_gradients_buffers_random_numbers_and_inputs_as_they_are():
+    model = nn.Sequential(
+        nn.ReLU(inplace=True),
+        nn.Linear(6, 6),
+        nn.BatchNorm1d(6),
+        nn.Dropout(0.5),
+        nn.Linear(6, 2, bias=False),
+    )
+    model[1].weight.grad = torch.full((6, 6), 3.0)
+    model[4].requires_grad_(False)
+    X = torch.randn(4, 6)
+    before, rng, copy = state(model), torch.get_rng_state(), X.clone()
+    seconds = layer_seconds(model, X, rounds=2)
+    assert len(seconds) == 5 and min(seconds) > 0
+    assert torch.equal(torch.get_rng_state(), rng) and torch.equal(X, copy)
+    assert not X.requires_grad
+    close(state(model), before, rtol=0, atol=0)
+    weight, *others = grads(model)
+    assert torch.equal(weight, torch.full((6, 6), 3.0)) and others == [None] * 4
+
+
+def test_measuring_with_tokens():
+    assert len(layer_seconds([nn.Embedding(5, 3), nn.Linear(3, 2)], torch.tensor([[1, 4]]))) == 2
+
+
+# What a stage does with a micro-batch.
+
+
+def dropout():
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5))
+
+
+def norm():
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh())
+
+
+def norm_in_evaluation():
+    module = norm()
+    module[1].running_mean.fill_(2)
+    return module.eval()
+
+
+def norm_without_statistics():
+    layers = nn.Linear(6, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Tanh()
+    return nn.Sequential(*layers)
+
+
+@both
+def test_forward_and_backward_apart_are_autograds(recompute):
+    build = partial(nn.Sequential, nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    module, outputs, given = train(build, recompute)
+    ours = [grad.clone() for grad in grads(module)]
+    module.zero_grad()
+    for i, (output, grad) in enumerate(zip(outputs, given, strict=True)):
+        X = leaf(4, 6, seed=i)
+        expected = module(X)
+        expected.backward(randn(*expected.shape, seed=9 + i))
+        close(output.detach(), expected.detach())
+        close(grad, X.grad)
+        assert output.is_leaf and output.requires_grad
+    close(ours, grads(module))
+
+
+@pytest.mark.parametrize("build", [dropout, norm, norm_in_evaluation, norm_without_statistics])
+def test_recomputing_changes_neither_gradients_nor_running_statistics(build):
+    plain, outputs, given = train(build, recompute=False)
+    again, same_outputs, same_given = train(build, recompute=True)
+    close(same_outputs, outputs)
+    close(same_given, given)
+    close(grads(again), grads(plain))
+    close(state(again), state(plain))
+    if build is norm:
+        assert again[1].num_batches_tracked == 3 and again[1].running_mean.abs().max() > 0
+    if build is dropout:
+        assert (outputs[0] == 0).any(), "nothing was dropped: nothing was tested"
+
+
+def test_recomputing_leaves_the_norm_tracking_and_the_random_numbers_alone():
+    after = []
+    for recompute in (False, True):
+        module, *_ = train(lambda: nn.Sequential(dropout(), nn.BatchNorm1d(8)), recompute)
+        assert module[1].track_running_stats
+        after.append(torch.get_rng_state())
+    assert torch.equal(*after)
+
+
+def test_recomputing_keeps_the_input_alone_and_goes_forward_twice():
+    for recompute in (False, True):
+        module, calls = seeded(norm_without_statistics), []
+        module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        stage, X = Stage(module, recompute), leaf(4, 6)
+        kept = [X, *module.parameters()]
+        output, saved = saved_memory(partial(stage.forward, 0, X), without=kept)
+        assert (saved == 0) == recompute
+        stage.backward(0, torch.ones_like(output))
+        assert len(calls) == 1 + recompute
+
+
+@both
+def test_the_last_stage_finishes_with_the_loss(recompute):
+    module, X = seeded(lambda: nn.Linear(6, 3)), leaf(4, 6)
+    stage = Stage(module, recompute)
+    loss = stage.forward(5, X, lambda i, output: i * output.square().sum())
+    grad = stage.backward(5)
+    expected = 5 * module(X).square().sum()
+    close(loss.detach(), expected.detach())
+    close(grad, torch.autograd.grad(expected, X)[0])
+
+
+@both
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_first_layer_that_works_in_place_leaves_its_input_alone(recompute, nested):
+    def build():
+        relu = nn.ReLU(inplace=True)
+        return nn.Sequential(nn.Sequential(relu) if nested else relu, nn.Linear(6, 3))
+
+    for X in (leaf(4, 6), randn(4, 6)):
+        module = seeded(build)
+        stage = Stage(module, recompute)
+        output = stage.forward(0, X)
+        grad = stage.backward(0, torch.ones_like(output))
+        assert torch.equal(X.detach(), randn(4, 6))
+        close(output.detach(), module[1](randn(4, 6).relu()).detach())
+        close(module[1].weight.grad, randn(4, 6).relu().sum(0).expand(3, 6))
+        if X.requires_grad:
+            close(grad, module[1].weight.sum(0) * (X > 0))
+
+
+@both
+def test_a_stage_returns_one_tensor(recompute):
+    class Pair(nn.Module):
+        def forward(self, X):
+            return X, X
+
+    with pytest.raises(TypeError, match="a stage must return one tensor, not a tuple"):
+        Stage(Pair(), recompute).forward(0, leaf(2, 2))
+
+
+@both
+def test_a_frozen_first_stage_wants_no_gradient_and_sends_none_back(recompute):
+    stage = Stage(seeded(lambda: nn.Linear(6, 3)).requires_grad_(False), recompute)
+    output = stage.forward(0, randn(4, 6))
+    assert not output.requires_grad and not stage.wants_gradient(0)
+    assert stage.backward(0) is None
+    stage.forward(1, leaf(4, 6))
+    assert stage.wants_gradient(1)
+    close(stage.backward(1, torch.ones(4, 3).double()), stage.module.weight.sum(0).expand(4, 6))
+    assert grads(stage.module) == [None, None]
+
+
+@both
+def test_a_stage_that_learns_sends_no_gradient_to_an_input_that_wants_none(recompute):
+    stage = Stage(seeded(lambda: nn.Embedding(5, 3)), recompute)
+    output = stage.forward(0, torch.tensor([[1, 4]]))
+    assert stage.wants_gradient(0) and output.requires_grad
+    assert stage.backward(0, torch.ones_like(output)) is None
+    assert stage.module.weight.grad.sum(1).tolist() == [0, 3, 0, 0, 3]
+
+
+def test_gradients_are_recorded_where_they_are_switched_off():
+    stage = Stage(nn.Linear(6, 3))
+    with torch.no_grad():
+        output = stage.forward(0, torch.ones(2, 6))
+        stage.backward(0, torch.ones_like(output))
+    assert stage.module.bias.grad.tolist() == [2, 2, 2]
+
+
+def test_peak_and_what_is_live():
+    stage = Stage(nn.Linear(6, 3))
+    for i in range(3):
+        stage.forward(i, torch.ones(2, 6))
+    stage.backward(1, torch.ones(2, 3))
+    assert sorted(stage.live) == [0, 2] and stage.peak == 3
+    stage.begin()
+    assert not stage.live and stage.peak == 0
+    stage.forward(7, torch.ones(2, 6))
+    assert list(stage.live) == [7] and stage.peak == 1
