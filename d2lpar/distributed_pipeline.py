@@ -6,10 +6,9 @@ waits for the next one to be ready. Notebook 06 builds this file. Source: the sc
 ``torch.distributed.pipelining``.
 """
 
-import contextvars
-import time
 import weakref
 from collections.abc import Callable
+from contextvars import copy_context
 from functools import partial
 from hashlib import blake2b
 
@@ -19,7 +18,7 @@ from torch import nn
 
 from .agreement import agree
 from .parallel_loss import Count
-from .pipeline import Losses, make_ticks, require_number, split_rows
+from .pipeline import Losses, make_ticks, require_number, run_actions, split_rows
 from .pipeline_schedules import (
     Action,
     PipelineSchedule,
@@ -79,7 +78,7 @@ class DistributedPipeline(nn.Module):
         self.num_microbatches = num_microbatches
         if dist.get_backend(group) == dist.Backend.NCCL:
             group = group_like(group, dist.Backend.GLOO)
-        self._group, self._timeout = group, timeout
+        self.group, self.timeout = group, timeout
         member, limit = member_of(group, timeout)
         self.ranks, self.number = member.transport.ranks, member.transport.member
         self.is_first, self.is_last = self.number == 0, self.number == len(self.ranks) - 1
@@ -90,16 +89,12 @@ class DistributedPipeline(nn.Module):
         agree(member.transport, 0, plan, 0, limit)
         require_number(criterion, count)
         self.actions = own_actions(ticks, self.number)
+        self.recompute = recompute
         self.timeline: list[Span] | None = None
-        self._stage = Stage(stage, recompute)
-        self._senders = {"forward": Sender(), "backward": Sender()}  # so that none waits for both
-        for sender in self._senders.values():
+        self.peak_live = 0
+        self.senders = {"forward": Sender(), "backward": Sender()}  # so that none waits for both
+        for sender in self.senders.values():
             weakref.finalize(self, sender.stop)
-
-    @property
-    def peak_live(self) -> int:
-        """Of how many micro-batches this stage kept activations at most, in the last batch."""
-        return self._stage.peak
 
     @property
     def device(self) -> torch.device:
@@ -118,37 +113,28 @@ class DistributedPipeline(nn.Module):
             PeerError: a neighbour did not send or receive in time, or is gone.
         """
         X_parts, y_parts = self._parts(X, y)
-        losses = Losses(self.criterion, self.count, y_parts) if self.is_last else None
-        self._stage.begin()
-        sent = []
-        for action in self.actions:
-            arrived = self._input(action, X_parts)
-            begin = time.perf_counter()
-            if action.kind == "forward":
-                finish = losses.of if self.is_last else None
-                result = self._stage.forward(action.microbatch, arrived, finish)
-            else:
-                result = self._stage.backward(action.microbatch, arrived)
-            if self.timeline is not None:
-                self.timeline.append(Span(*action, begin, time.perf_counter()))
-            sent += self._send(action, result)
-        for future in sent:
-            future.result()
-        return losses.total() if self.is_last else None
+        stage, losses = Stage(self.stage, self.recompute), None
+        if self.is_last:
+            losses = Losses(self.criterion, self.count, y_parts)
+            stage.finish = losses.of
+        mail = Mail(self, X_parts, stage)
+        run_actions(self.actions, {self.number: stage}, mail, self.timeline)
+        mail.finish()
+        self.peak_live = stage.peak
+        return losses.total if losses else None
 
     @torch.no_grad()
     def forward(self, X: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return the model's output for ``X``, given on the first rank, on the last; else None."""
         X_parts, _ = self._parts(X, None, trains=False)
-        outputs, sent = [], []
+        mail, outputs = Mail(self, X_parts), []
         for i in range(self.num_microbatches):
             action = Action(self.number, i, "forward")
-            outputs.append(self.stage(self._input(action, X_parts)))
-            sent += self._send(action, outputs[-1])
-            if not self.is_last:
-                outputs.clear()
-        for future in sent:
-            future.result()
+            output = self.stage(mail.receive(action))
+            mail.send(action, output)
+            if self.is_last:
+                outputs.append(output)
+        mail.finish()
         return torch.cat(outputs) if self.is_last else None
 
     def _parts(self, X, y, trains: bool = True):
@@ -160,31 +146,38 @@ class DistributedPipeline(nn.Module):
             X if self.is_first else None, y if self.is_last else None, self.num_microbatches
         )
 
-    def _input(self, action: Action, X_parts) -> torch.Tensor | None:
-        """Wait for what ``action`` works on: activations, or gradients, from a neighbour."""
-        if action.kind == "forward" and self.is_first:
-            return X_parts[action.microbatch].to(self.device)
-        if action.kind == "backward" and not self._stage.wants_gradient(action.microbatch):
-            return None
-        need = source(action, len(self.ranks))
-        if need is None:
-            return None
-        src, label = self.ranks[need.stage], f"{need.kind} {need.microbatch}"
-        return receive(src, label, self.device, self._group, self._timeout)
 
-    def _send(self, action: Action, result: torch.Tensor | None) -> list:
-        """Let a thread send the result of ``action`` to whom it concerns."""
-        there = target(action, len(self.ranks))
+class Mail:
+    """Mail between ranks: waits for what comes, and lets threads send."""
+
+    def __init__(self, pipeline: DistributedPipeline, X_parts, stage: Stage | None = None):
+        self.pipeline, self.X_parts, self.stage = pipeline, X_parts, stage
+        self.sent = []  # futures
+
+    def receive(self, action: Action) -> torch.Tensor | None:
+        """Wait for what ``action`` works on: activations or a gradient, None if it needs none."""
+        pipeline, need = self.pipeline, source(action, len(self.pipeline.ranks))
+        if action.kind == "forward" and need is None:
+            return self.X_parts[action.microbatch].to(pipeline.device)
+        if need is None or (
+            action.kind == "backward" and not self.stage.live[action.microbatch][1].requires_grad
+        ):
+            return None
+        src, label = pipeline.ranks[need.stage], f"{need.kind} {need.microbatch}"
+        return receive(src, label, pipeline.device, pipeline.group, pipeline.timeout)
+
+    def send(self, action: Action, result: torch.Tensor | None) -> None:
+        """Let a thread send the result of ``action`` to the rank that works on it, if any does."""
+        pipeline, there = self.pipeline, target(action, len(self.pipeline.ranks))
         if there is None or result is None:
-            return []
-        call = partial(
-            send,
-            result.detach(),
-            self.ranks[there.stage],
-            f"{action.kind} {action.microbatch}",
-            self._group,
-            self._timeout,
-            result.requires_grad,
-        )
-        context = contextvars.copy_context()  # the thread counts bytes where we do
-        return [self._senders[action.kind].submit(context.run, call)]
+            return
+        dst, label = pipeline.ranks[there.stage], f"{action.kind} {action.microbatch}"
+        options = pipeline.group, pipeline.timeout, result.requires_grad
+        call = partial(send, result.detach(), dst, label, *options)
+        context = copy_context()  # the thread counts bytes where we do
+        self.sent.append(pipeline.senders[action.kind].submit(context.run, call))
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        for future in self.sent:
+            future.result()

@@ -7,8 +7,10 @@ builds this file. Source: Huang et al., GPipe (2019), and Kim et al., "torchgpip
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from torch import nn
 from .devices import move
 from .parallel_loss import Count, find_count, shares
 from .pipeline_schedules import (
+    Action,
     PipelineSchedule,
     Span,
     check_pipeline,
@@ -25,6 +28,8 @@ from .pipeline_schedules import (
 )
 from .scattering import check_devices, position
 from .stages import Stage
+
+KINDS = MappingProxyType({"forward": "activations", "backward": "gradients"})  # of the ledger
 
 
 class SplitModel(nn.Module):
@@ -48,7 +53,7 @@ class SplitModel(nn.Module):
         """Return the output of the last stage, on the last device; gradients flow back."""
         src = position(X.device, self.devices)
         for s, (stage, device) in enumerate(zip(self.stages, self.devices, strict=True)):
-            X = stage(move(X, device, src, s, "activations", "gradients"))
+            X = stage(move(X, device, src, s, KINDS["forward"], KINDS["backward"]))
             src = s
         return X
 
@@ -96,13 +101,9 @@ class Pipeline(SplitModel):
         self.num_microbatches = num_microbatches
         self.ticks = make_ticks(schedule, len(self.stages), num_microbatches)
         require_number(criterion, count)
+        self.recompute = recompute
         self.timeline: list[Span] | None = None
-        self._stages = [Stage(stage, recompute) for stage in self.stages]
-
-    @property
-    def peak_live(self) -> list[int]:
-        """Of how many micro-batches each stage kept activations at most, in the last batch."""
-        return [stage.peak for stage in self._stages]
+        self.peak_live: list[int] = []
 
     def forward_backward(self, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Add to the gradients of all parameters; return the loss of the batch, detached.
@@ -112,26 +113,59 @@ class Pipeline(SplitModel):
                 ``X`` requires gradients.
         """
         X_parts, y_parts = split_rows(X, y, self.num_microbatches)
-        p, host = len(self._stages), position(X.device, self.devices)
         losses = Losses(self.criterion, self.count, y_parts)
-        inputs = {}  # of actions to come: the activations or gradients that have been sent there
-        for stage in self._stages:
-            stage.begin()
-        for action in chain(*self.ticks):
-            begin, (s, i, kind) = time.perf_counter(), action
-            if kind == "forward":
-                if s == 0:
-                    inputs[action] = move(X_parts[i], self.devices[0], host, 0, "inputs")
-                finish = losses.of if s == p - 1 else None
-                result = self._stages[s].forward(i, inputs.pop(action), finish)
-            else:
-                result = self._stages[s].backward(i, inputs.pop(action, None))
-            if (there := target(action, p)) and result is not None:
-                sent = move(result.detach(), self.devices[there.stage], s, there.stage, kind)
-                inputs[there] = sent.detach().requires_grad_(result.requires_grad)
-            if self.timeline is not None:
-                self.timeline.append(Span(*action, begin, time.perf_counter()))
-        return losses.total()
+        stages = [Stage(stage, self.recompute) for stage in self.stages]
+        stages[-1].finish = losses.of
+        run_actions(chain(*self.ticks), stages, Moves(X_parts, self.devices), self.timeline)
+        self.peak_live = [stage.peak for stage in stages]
+        return losses.total
+
+
+def run_actions(
+    actions: Iterable[Action],
+    stages: Sequence[Stage] | Mapping[int, Stage],
+    mail: Any,
+    timeline: list[Span] | None = None,
+) -> None:
+    """Make ``actions`` one after the other; ``mail`` brings what they work on, and takes results.
+
+    In one process these are the actions of all stages, and ``mail`` moves tensors between devices;
+    a rank has those of its own stage, and ``mail`` sends messages.
+    """
+    for action in actions:
+        stage, arrived = stages[action.stage], mail.receive(action)
+        begin = time.perf_counter()
+        if action.kind == "forward":
+            result = stage.forward(action.microbatch, arrived)
+        else:
+            result = stage.backward(action.microbatch, arrived)
+        if timeline is not None:
+            timeline.append(Span(*action, begin, time.perf_counter()))
+        mail.send(action, result)
+
+
+class Moves:
+    """Mail between stages of one process: what is sent is moved to the stage's device."""
+
+    def __init__(self, X_parts: Sequence[torch.Tensor], devices: Sequence[torch.device]):
+        self.X_parts, self.devices = X_parts, devices
+        self.arrived: dict[Action, torch.Tensor] = {}  # for actions to come
+
+    def receive(self, action: Action) -> torch.Tensor | None:
+        """Return what ``action`` works on: activations or a gradient, None where it needs none."""
+        if action.stage == 0 and action.kind == "forward":
+            X = self.X_parts[action.microbatch]
+            return move(X, self.devices[0], position(X.device, self.devices), 0, "inputs")
+        return self.arrived.pop(action, None)
+
+    def send(self, action: Action, result: torch.Tensor | None) -> None:
+        """Move the result of ``action`` to the stage that works on it, if there is one."""
+        there = target(action, len(self.devices))
+        if there is None or result is None:
+            return
+        device, kind = self.devices[there.stage], KINDS[action.kind]
+        moved = move(result.detach(), device, action.stage, there.stage, kind)
+        self.arrived[there] = moved.detach().requires_grad_(result.requires_grad)
 
 
 class Losses:
@@ -142,7 +176,7 @@ class Losses:
     """
 
     def __init__(self, criterion: Callable, count: Count | None, y_parts: Sequence[torch.Tensor]):
-        self.y_parts, self.sum = y_parts, 0.0
+        self.y_parts, self.total = y_parts, 0.0  # total: the loss of the batch, detached
         self.criterion, self.weights = shares(criterion, count, [(y,) for y in y_parts])
 
     def of(self, i: int, output: torch.Tensor) -> torch.Tensor:
@@ -159,12 +193,8 @@ class Losses:
             loss = (output * 0).sum()
         if loss.dim():
             raise ValueError(f"the criterion returns shape {list(loss.shape)}, and no number")
-        self.sum = self.sum + loss.detach()
+        self.total = self.total + loss.detach()
         return loss
-
-    def total(self) -> torch.Tensor:
-        """Return the loss of the batch."""
-        return self.sum
 
 
 def make_ticks(schedule: PipelineSchedule, num_stages: int, num_microbatches: int) -> list[list]:

@@ -136,65 +136,66 @@ def _time_layer(layer: nn.Module, X: torch.Tensor) -> tuple[float, torch.Tensor]
 
 
 class Stage:
-    """One stage of a pipeline: forward and backward passes, a micro-batch at a time.
+    """What one stage does with the micro-batches of a batch: forward and backward, each on its own.
 
     ``live`` holds, for each micro-batch between the two, what the backward pass needs: the stage's
-    input, and its output with autograd's graph behind it.
+    input, and its output with autograd's graph behind it. ``peak`` is how many it held at most.
 
     Args:
         module: the layers.
-        recompute: whether to keep only the input, and to make the forward pass again before the
-            backward pass, with the same random numbers (Chen et al., "Training Deep Nets with
-            Sublinear Memory Cost", 2016).
+        recompute: see ``call``.
+        finish: what the last stage does with a micro-batch's number and output: the loss.
     """
 
-    def __init__(self, module: nn.Module, recompute: bool = False):
-        self.module, self.recompute = module, recompute
-        self.writes = _writes_to_its_input(module)
+    def __init__(self, module: nn.Module, recompute: bool = False, finish: Callable | None = None):
+        self.module, self.recompute, self.finish = module, recompute, finish
         self.live: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.peak = 0  # of len(live)
-
-    def begin(self) -> None:
-        """Forget what an interrupted batch may have left."""
-        self.live.clear()
         self.peak = 0
 
-    def forward(self, i: int, X: torch.Tensor, finish: Callable | None = None) -> torch.Tensor:
+    def forward(self, i: int, X: torch.Tensor) -> torch.Tensor:
         """Return the output for micro-batch ``i``, detached; it requires gradients if it wants any.
 
-        ``X`` is a leaf. ``finish`` is what the last stage does with its output: the loss.
+        ``X`` is a leaf.
         """
         with torch.enable_grad():
-            if self.recompute:
-                contexts = partial(_contexts, self.module)
-                output = checkpoint(self._call, X, use_reentrant=False, context_fn=contexts)
-            else:
-                output = self._call(X)
-            if not isinstance(output, torch.Tensor):
-                raise TypeError(f"a stage must return one tensor, not a {type(output).__name__}")
-            if finish:
-                output = finish(i, output)
+            output = call(self.module, X, self.recompute)
+            if self.finish:
+                output = self.finish(i, output)
         self.live[i] = X, output
         self.peak = max(self.peak, len(self.live))
         return output.detach().requires_grad_(output.requires_grad)
 
-    def wants_gradient(self, i: int) -> bool:
-        """Tell whether the output for micro-batch ``i`` has a way back."""
-        return self.live[i][1].requires_grad
-
-    def _call(self, X: torch.Tensor) -> torch.Tensor:
-        return self.module(X.clone() if self.writes else X)
-
     def backward(self, i: int, grad: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Go backward with micro-batch ``i``, and forget it.
+        """Go backward with micro-batch ``i``; return the gradient of its input, if it wants one.
 
-        ``grad`` is the gradient of the output; a loss has none. Adds to the gradients of the
-        parameters, and returns that of the input, if it wants one.
+        ``grad`` is the gradient of the output; a loss has none. The gradients of the parameters are
+        added to, and the micro-batch is forgotten.
         """
         X, output = self.live.pop(i)
         if output.requires_grad:
             output.backward(grad)
         return X.grad
+
+
+def call(module: nn.Module, X: torch.Tensor, recompute: bool = False) -> torch.Tensor:
+    """Call a stage's layers.
+
+    With ``recompute`` autograd keeps only ``X``, and the backward pass begins with the forward pass
+    once more, with the same random numbers: Chen et al., "Training Deep Nets with Sublinear Memory
+    Cost" (2016). BatchNorm's running statistics are updated once.
+
+    Raises:
+        TypeError: the layers return anything but one tensor.
+    """
+    function = (lambda X: module(X.clone())) if _writes_to_its_input(module) else module
+    if recompute:
+        contexts = partial(_contexts, module)
+        output = checkpoint(function, X, use_reentrant=False, context_fn=contexts)
+    else:
+        output = function(X)
+    if not isinstance(output, torch.Tensor):
+        raise TypeError(f"a stage must return one tensor, not a {type(output).__name__}")
+    return output
 
 
 def _writes_to_its_input(module: nn.Module) -> bool:
