@@ -8,6 +8,7 @@ waits for the next one to be ready. Notebook 06 builds this file. Source: the sc
 
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
 from hashlib import blake2b
@@ -119,7 +120,7 @@ class DistributedPipeline(nn.Module):
             stage.finish = losses.of
         mail = Mail(self, X_parts, stage)
         run_actions(self.actions, {self.number: stage}, mail, self.timeline)
-        mail.finish()
+        wait_for(mail.sent)
         self.peak_live = stage.peak
         return losses.total if losses else None
 
@@ -134,8 +135,22 @@ class DistributedPipeline(nn.Module):
             mail.send(action, output)
             if self.is_last:
                 outputs.append(output)
-        mail.finish()
+        wait_for(mail.sent)
         return torch.cat(outputs) if self.is_last else None
+
+    def receive(self, action: Action) -> torch.Tensor:
+        """Wait for the result of ``action``, of another stage."""
+        label = f"{action.kind} {action.microbatch}"
+        src = self.ranks[action.stage]
+        return receive(src, label, self.device, self.group, self.timeout)
+
+    def send(self, action: Action, stage: int, result: torch.Tensor) -> Future:
+        """Let a thread send the result of ``action`` to ``stage``; return its future."""
+        label, wants_gradient = f"{action.kind} {action.microbatch}", result.requires_grad
+        dst = self.ranks[stage]
+        call = partial(send, result.detach(), dst, label, self.group, self.timeout, wants_gradient)
+        context = copy_context()  # the thread counts bytes where we do
+        return self.senders[action.kind].submit(context.run, call)
 
     def _parts(self, X, y, trains: bool = True):
         if self.is_first and X is None:
@@ -152,32 +167,26 @@ class Mail:
 
     def __init__(self, pipeline: DistributedPipeline, X_parts, stage: Stage | None = None):
         self.pipeline, self.X_parts, self.stage = pipeline, X_parts, stage
-        self.sent = []  # futures
+        self.sent: list[Future] = []
 
     def receive(self, action: Action) -> torch.Tensor | None:
         """Wait for what ``action`` works on: activations or a gradient, None if it needs none."""
-        pipeline, need = self.pipeline, source(action, len(self.pipeline.ranks))
-        if action.kind == "forward" and need is None:
-            return self.X_parts[action.microbatch].to(pipeline.device)
-        if need is None or (
-            action.kind == "backward" and not self.stage.live[action.microbatch][1].requires_grad
-        ):
+        _, i, kind = action
+        need = source(action, len(self.pipeline.ranks))
+        if kind == "forward" and need is None:
+            return self.X_parts[i].to(self.pipeline.device)
+        if need is None or (kind == "backward" and not self.stage.live[i][1].requires_grad):
             return None
-        src, label = pipeline.ranks[need.stage], f"{need.kind} {need.microbatch}"
-        return receive(src, label, pipeline.device, pipeline.group, pipeline.timeout)
+        return self.pipeline.receive(need)
 
     def send(self, action: Action, result: torch.Tensor | None) -> None:
         """Let a thread send the result of ``action`` to the rank that works on it, if any does."""
-        pipeline, there = self.pipeline, target(action, len(self.pipeline.ranks))
-        if there is None or result is None:
-            return
-        dst, label = pipeline.ranks[there.stage], f"{action.kind} {action.microbatch}"
-        options = pipeline.group, pipeline.timeout, result.requires_grad
-        call = partial(send, result.detach(), dst, label, *options)
-        context = copy_context()  # the thread counts bytes where we do
-        self.sent.append(pipeline.senders[action.kind].submit(context.run, call))
+        there = target(action, len(self.pipeline.ranks))
+        if there and result is not None:
+            self.sent.append(self.pipeline.send(action, there.stage, result))
 
-    def finish(self) -> None:
-        """Wait until all is sent."""
-        for future in self.sent:
-            future.result()
+
+def wait_for(sent: list[Future]) -> None:
+    """Wait until all is sent; raise the first error."""
+    for future in sent:
+        future.result()

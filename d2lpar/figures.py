@@ -90,6 +90,37 @@ def ranks_and_nodes() -> Picture:
     return picture(body, WIDTH, 342, alt)
 
 
+def columns_and_rows() -> Picture:
+    """Draw two layers on two ranks: the first cut into columns, the second into rows."""
+    ys = (92, 196)
+    body, middle = "", sum(ys) / 2
+    body += _box(complex(60, middle), 76, 60, ["X", "on all ranks"])
+    body += _box(complex(702, middle), 84, 60, ["Y = Z A", "on all ranks"])
+    for i, y in enumerate(ys):
+        columns, hidden, rows = complex(222, y), complex(372, y), complex(514, y)
+        body += _box(columns, 116, 56, [f"columns {i} of W", "X W, some columns"], PALETTE[i])
+        body += _box(hidden, 104, 56, [f"columns {i} of Z", "Z = GELU(X W)"], PALETTE[i])
+        body += _box(rows, 104, 56, [f"rows {i} of A", "a part of Z A"], PALETTE[i])
+        body += text(complex(372, y - 42), f"rank {i}", f'{CENTRED} {BOLD} fill="{PALETTE[i]}"')
+        body += _arrow(complex(98, middle), columns - 58)
+        body += _arrow(columns + 58, hidden - 52) + _arrow(hidden + 52, rows - 52)
+        body += _arrow(rows + 52, complex(660, middle), 3)
+    body += text(complex(142, 24), "copy", f"{CENTRED} {BOLD}")
+    body += text(complex(142, 262), "backward: allreduce", CENTRED)
+    body += text(complex(142, 242), "forward: nothing", CENTRED)
+    body += text(complex(612, 24), "sum", f"{CENTRED} {BOLD}")
+    body += text(complex(612, 242), "forward: allreduce", CENTRED)
+    body += text(complex(612, 262), "backward: nothing", CENTRED)
+    alt = (
+        "Two linear layers with a GELU between them, on two ranks. Both have X. Each has some "
+        "columns of the first weight W, computes those columns of Z = GELU(X W), and multiplies "
+        "them by its rows of the second weight A. Their sum is Y. Where X is copied to the ranks, "
+        "nothing is sent forward, and an allreduce is needed backward. Where the parts are summed, "
+        "an allreduce is needed forward, and nothing is sent backward."
+    )
+    return picture(body, WIDTH, 284, alt)
+
+
 def iteration(traces: Mapping[str, Sequence]) -> Picture:
     """Draw the steps of an iteration, downwards, for each form: {name: ``iteration.trace(…)``}.
 

@@ -30,7 +30,7 @@ def channels_last(weight: torch.Tensor) -> torch.Tensor:
     ``weight.to(memory_format=torch.channels_last)`` would leave W1 alone, whose one input channel
     fits either format, and it is the strides of W1 that choose the format of all that follows.
     """
-    return torch.empty(weight.shape, memory_format=torch.channels_last).copy_(weight)
+    return torch.empty_like(weight, memory_format=torch.channels_last).copy_(weight)
 
 
 def lenet(X: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:

@@ -127,7 +127,7 @@ def run_actions(
     mail: Any,
     timeline: list[Span] | None = None,
 ) -> None:
-    """Make ``actions`` one after the other; ``mail`` brings what they work on, and takes results.
+    """Make ``actions`` one after the other; ``mail`` brings what they need, and takes results.
 
     In one process these are the actions of all stages, and ``mail`` moves tensors between devices;
     a rank has those of its own stage, and ``mail`` sends messages.

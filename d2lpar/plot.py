@@ -28,13 +28,14 @@ from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocato
 from PIL import Image
 
 from .drawing import FONTS, GREY, INK, PALETTE, WIDTH, Picture, picture, schedule, text, timeline
-from .figures import data_parallel, iteration, ranks_and_nodes, three_splits
+from .figures import columns_and_rows, data_parallel, iteration, ranks_and_nodes, three_splits
 from .gantt import pipeline
 
 __all__ = [
     "Board",
     "Picture",
     "bars",
+    "columns_and_rows",
     "curves",
     "data_parallel",
     "images",

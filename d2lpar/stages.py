@@ -136,7 +136,7 @@ def _time_layer(layer: nn.Module, X: torch.Tensor) -> tuple[float, torch.Tensor]
 
 
 class Stage:
-    """What one stage does with the micro-batches of a batch: forward and backward, each on its own.
+    """What one stage does with the micro-batches of a batch, forward and backward apart.
 
     ``live`` holds, for each micro-batch between the two, what the backward pass needs: the stage's
     input, and its output with autograd's graph behind it. ``peak`` is how many it held at most.
@@ -153,7 +153,7 @@ class Stage:
         self.peak = 0
 
     def forward(self, i: int, X: torch.Tensor) -> torch.Tensor:
-        """Return the output for micro-batch ``i``, detached; it requires gradients if it wants any.
+        """Return the output for micro-batch ``i``, detached, but marked if it wants a gradient.
 
         ``X`` is a leaf.
         """

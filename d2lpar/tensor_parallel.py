@@ -7,6 +7,8 @@ builds this file. Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion P
 Models Using Model Parallelism" (2019), where the two are called f and g.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,7 +58,7 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 def own_part(
     tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Return a copy of this rank's part of ``tensor``, cut along ``dim`` as ``tensor_split`` does.
+    """Return a copy of this rank's part of ``tensor``, cut along ``dim`` by ``tensor_split``.
 
     Raises:
         ValueError: there are fewer elements along ``dim`` than ranks.
@@ -151,9 +153,6 @@ class TensorParallelMLP(nn.Module):
 class TensorParallelLeNet(nn.Module):
     """LeNet, each rank with some of the channels of every layer: two allreduces each way.
 
-    The layers go in pairs. The first of a pair is cut by its outputs, the second one by its inputs,
-    and its bias is added to the sum.
-
     Args:
         params: those of the whole network, see ``init_params``, equal on all ranks.
         group: the process group; None: all ranks.
@@ -164,20 +163,8 @@ class TensorParallelLeNet(nn.Module):
 
     def __init__(self, params: list[torch.Tensor], group: dist.ProcessGroup | None = None):
         super().__init__()
-        W1, b1, W2, b2, W3, b3, W4, b4 = params
         self.group = group
-        self.params = nn.ParameterList(
-            [
-                channels_last(own_part(W1, 0, group)),  # (own channels, 1, 3, 3)
-                own_part(b1, 0, group),
-                channels_last(own_part(W2, 1, group)),  # (50, own channels, 5, 5)
-                b2.detach().clone(),
-                own_part(W3, 1, group),  # (800, own columns)
-                own_part(b3, 0, group),
-                own_part(W4, 0, group),  # (own rows, 10)
-                b4.detach().clone(),
-            ]
-        )
+        self.params = nn.ParameterList(cut_lenet(params, group))
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
         """Return the logits, of shape (n, 10), of images ``X`` of shape (n, 1, 28, 28)."""
@@ -189,3 +176,21 @@ class TensorParallelLeNet(nn.Module):
         h2 = copy_to_group(h2.flatten(1), self.group)
         h3 = torch.addmm(b3, h2, W3).relu_()  # (n, own columns)
         return reduce_from_group(h3 @ W4, self.group) + b4  # (n, 10)
+
+
+def cut_lenet(
+    params: list[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor]:
+    """Return this rank's part of LeNet's eight parameters: layers in pairs.
+
+    The first of a pair is cut by its outputs, the second one by its inputs, and its bias is whole,
+    to be added to the sum.
+    """
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
+    own = partial(own_part, group=group)
+    return [
+        *(channels_last(own(W1, 0)), own(b1, 0)),  # (own channels, 1, 3, 3)
+        *(channels_last(own(W2, 1)), b2.detach().clone()),  # (50, own channels, 5, 5)
+        *(own(W3, 1), own(b3, 0)),  # (800, own columns)
+        *(own(W4, 0), b4.detach().clone()),  # (own rows, 10)
+    ]

@@ -48,9 +48,8 @@ def vocab_parallel_cross_entropy(
     if len(wrong):
         raise ValueError(f"target {wrong[0].item()} is none of the {num_classes} classes")
     losses = _CrossEntropy.apply(logits, target, kept, begin, group)
-    if reduction == "none":
-        return losses
-    return losses.sum() / kept.sum() if reduction == "mean" else losses.sum()
+    reduced = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / kept.sum()}
+    return reduced[reduction]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -62,14 +61,14 @@ class _CrossEntropy(torch.autograd.Function):
         shifted = wide - largest[..., None]  # (…, own classes): no exponential is over 1
         is_own = kept & (target >= begin) & (target < begin + logits.shape[-1])
         place = torch.where(is_own, target - begin, 0)[..., None]  # (…, 1)
-        picked = shifted.gather(-1, place)[..., 0] * is_own  # (…)
+        picked = torch.where(is_own, shifted.gather(-1, place)[..., 0], 0)  # (…)
         exps = shifted.exp_()
         sums = torch.stack([exps.sum(-1), picked])  # (2, …)
         ranks.allreduce(sums, group=group)
         probs = exps.div_(sums[0][..., None])
         ctx.save_for_backward(probs, place, is_own, kept)
         ctx.dtype = logits.dtype
-        return (sums[0].log() - sums[1]) * kept
+        return torch.where(kept, sums[0].log() - sums[1], 0)
 
     @staticmethod
     def backward(ctx, grad):

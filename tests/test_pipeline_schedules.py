@@ -139,6 +139,19 @@ def test_what_each_stage_does_in_turn():
     assert {action.stage for action in own_actions(ticks, 1)} == {1}
 
 
+def test_1f1b_tick_by_tick():
+    ticks = one_f_one_b(3, 4)
+    lines = [
+        [in_short(a for a in tick if a.stage == s).rjust(2, ".") for tick in ticks]
+        for s in range(3)
+    ]
+    assert [" ".join(line) for line in lines] == [
+        "F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3",
+        ".. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..",
+        ".. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..",
+    ]
+
+
 def test_source_and_target_are_the_neighbours_that_an_action_has():
     assert source(F(0, 4), 3) is None and source(F(2, 4), 3) == F(1, 4)
     assert source(B(2, 4), 3) is None and source(B(0, 4), 3) == B(1, 4)

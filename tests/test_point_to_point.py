@@ -148,9 +148,9 @@ def test_a_rank_that_takes_nothing_is_named_in_time(way):
     assert 0.2 < seconds < SOON
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_is_sent():
+def refused_by_send():
     ones = torch.ones(2)
-    cases = [
+    return [
         ((ones, 0), "ValueError", "dst is 0, but the other ranks of the group are [1]"),
         ((ones, 2), "ValueError", "dst is 2, but the other ranks"),
         ((ones, -1), "ValueError", "dst is -1, but the other ranks"),
@@ -163,15 +163,17 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_sent():
         ((ones, 1, "", None, 0), "ValueError", "timeout must be a positive number"),
     ]
 
+
+def test_what_cannot_be_sent_is_refused_before_anything_is_sent():
     def talk(rank, k):
         if rank == 1:
             return [attempt(receive, src) for src in (1, 2, -1)], receive(0, "x" * 32).tolist()
-        errors = [attempt(send, *arguments) for arguments, *_ in cases]
+        errors = [attempt(send, *arguments) for arguments, *_ in refused_by_send()]
         send(torch.ones(2), 1, "x" * 32)
         return errors
 
     found, (refused, after) = launch(talk, 2, timeout=LIMIT)
-    for (_, error, words), (kind, text, *_) in zip(cases, found, strict=True):
+    for (_, error, words), (kind, text, *_) in zip(refused_by_send(), found, strict=True):
         assert kind == error and words in text
     for src, (kind, text, *_) in zip((1, 2, -1), refused, strict=True):
         assert kind == "ValueError" and f"src is {src}, but the other ranks" in text

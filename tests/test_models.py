@@ -1,0 +1,73 @@
+"""The networks to be cut: that they are what they are called, and are marked where they are."""
+
+import pytest
+import torch
+from torch import nn
+
+from d2lpar.models import Copy, Sum, lenet_layers, resnet, transformer
+from d2lpar.network import lenet
+
+MODELS = {
+    "lenet": (lenet_layers, torch.rand(3, 1, 28, 28), (3, 10)),
+    "resnet": (lambda: resnet((4, 8)), torch.rand(3, 1, 28, 28), (3, 10)),
+    "transformer": (
+        lambda: transformer(50, width=16, num_heads=4, num_blocks=2, length=6),
+        torch.randint(50, (3, 6)),
+        (3, 6, 50),
+    ),
+}
+each_model = pytest.mark.parametrize("make, X, shape", MODELS.values(), ids=MODELS)
+
+
+@each_model
+def test_model_is_a_list_of_layers_that_returns_logits(make, X, shape):
+    model = make()
+    assert isinstance(model, nn.Sequential) and len(model) >= 4
+    for layer in model:
+        X = layer(X)
+    assert X.shape == shape
+
+
+@each_model
+def test_every_parameter_is_used(make, X, shape):
+    model = make()
+    model(X).square().mean().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@each_model
+def test_what_is_copied_is_summed_before_it_is_copied_again(make, X, shape):
+    model, marks = make(), []
+    for part in model.modules():
+        if isinstance(part, (Copy, Sum)):
+            part.register_forward_hook(lambda part, *_: marks.append(type(part)))
+    model(X)
+    assert marks[::2] == [Copy] * len(marks[::2])
+    assert marks[1::2] == [Sum] * len(marks[1::2])
+
+
+def test_lenet_layers_are_lenet():
+    model, X = lenet_layers(), torch.rand(5, 1, 28, 28)
+    params = [p.T if p.dim() == 2 else p for p in model.parameters()]  # (out, in) to (in, out)
+    torch.testing.assert_close(model(X), lenet(X, params))
+
+
+def test_default_resnet_is_resnet_18():
+    model = resnet(num_classes=1000, in_channels=3)
+    convolutions = [part for part in model.modules() if isinstance(part, nn.Conv2d)]
+    assert sum(conv.kernel_size == (3, 3) for conv in convolutions) == 17  # and a linear layer
+    trunk = sum(p.numel() for layer in list(model)[1:] for p in layer.parameters())
+    # torchvision's resnet18 has 11,689,512, of which its stem's convolution and norm are 9,536, and
+    # a norm on each of three shortcuts, 128, 256 and 512 wide, 1,792
+    assert trunk == 11_689_512 - 9_536 - 1_792
+
+
+def test_transformer_does_not_look_ahead():
+    model = transformer(50, width=16, num_heads=4, num_blocks=2, length=6).eval()
+    tokens = torch.randint(50, (2, 6))
+    changed = tokens.clone()
+    changed[:, 4] = (tokens[:, 4] + 1) % 50
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :4], after[:, :4])
+    assert (before[:, 4:] - after[:, 4:]).abs().amin(dim=(0, 2)).max() > 1e-4
+    assert (before[:, 5] - after[:, 5]).abs().max() > 1e-4  # the last one looks back
