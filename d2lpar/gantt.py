@@ -62,7 +62,7 @@ def _panel(name: str, spans: Sequence[Span], scale: float, unit: str | None) -> 
     head = f"{_time(duration, unit)}, {100 * bubble(spans):.0f} % idle"
     body = text(16 + 10j, f"<tspan font-weight='bold'>{escape(name)}</tspan>{name and ': '}{head}")
     top, bottom = 24, 24 + num_stages * (LANE + STRIP)
-    for tick in round_numbers(duration):
+    for tick in round_numbers(duration or 1):
         x = LEFT + tick * scale
         body += f'<path d="M{x:.5g} {top}V{bottom}" stroke="{GREY}"/>'
         body += text(complex(x, bottom + 12), _time(tick, unit), 'text-anchor="middle"')
@@ -77,8 +77,8 @@ def _panel(name: str, spans: Sequence[Span], scale: float, unit: str | None) -> 
             f'fill="{GREY}"/>'
         )
         body += "".join(_bar(span, y, scale, unit) for span in own)
-        counts = live(own).get(stage, [0])
-        peaks.append(max(counts))
+        counts = live(own).get(stage, [])
+        peaks.append(max(counts, default=0))
         body += _strip(own, counts, y + LANE, scale)
         place = complex(LEFT + duration * scale + 8, y + LANE + STRIP / 2 - 6)
         body += text(place, f"keeps {peaks[-1]}")
@@ -106,7 +106,7 @@ def _bar(span: Span, y: float, scale: float, unit: str | None) -> str:
 
 def _strip(spans: Sequence[Span], counts: Sequence[int], y: float, scale: float) -> str:
     """Steps as high as the number of micro-batches kept: up at a forward's start, else down."""
-    height, path = (STRIP - 8) / max(*counts, 4), f"M{LEFT} {y + STRIP - 8}"
+    height, path = (STRIP - 8) / max([4, *counts]), f"M{LEFT} {y + STRIP - 8}"
     for span, count in zip(spans, counts, strict=True):
         time = span.start if span.kind == "forward" else span.end
         path += f"H{LEFT + time * scale:.5g}V{y + STRIP - 8 - count * height:.5g}"

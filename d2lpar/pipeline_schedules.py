@@ -202,7 +202,8 @@ def bubble(spans: Iterable[Span]) -> float:
     spans = list(spans)
     duration = max(span.end for span in spans) - min(span.start for span in spans)
     num_stages = 1 + max(span.stage for span in spans)
-    return 1 - sum(span.end - span.start for span in spans) / (num_stages * duration)
+    busy = sum(span.end - span.start for span in spans)
+    return 1 - busy / (num_stages * duration) if duration else 0.0
 
 
 def live(actions: Iterable[Action | Span]) -> dict[int, list[int]]:

@@ -151,7 +151,9 @@ class TensorParallelMLP(nn.Module):
 
 
 class TensorParallelLeNet(nn.Module):
-    """LeNet, each rank with some of the channels of every layer: two allreduces each way.
+    """LeNet, each rank with some of the channels of every layer.
+
+    Two allreduces forward, and one backward, or two if the images require gradients.
 
     Args:
         params: those of the whole network, see ``init_params``, equal on all ranks.

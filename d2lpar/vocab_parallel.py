@@ -59,7 +59,7 @@ class _CrossEntropy(torch.autograd.Function):
         largest = wide.amax(-1)  # (…)
         ranks.allreduce(largest, op="max", group=group)
         shifted = wide - largest[..., None]  # (…, own classes): no exponential is over 1
-        is_own = kept & (target >= begin) & (target < begin + logits.shape[-1])
+        is_own = (target >= begin) & (target < begin + logits.shape[-1])
         place = torch.where(is_own, target - begin, 0)[..., None]  # (…, 1)
         picked = torch.where(is_own, shifted.gather(-1, place)[..., 0], 0)  # (…)
         exps = shifted.exp_()
@@ -74,7 +74,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         probs, place, is_own, kept = ctx.saved_tensors
         logits_grad = probs.scatter_add(-1, place, -is_own[..., None].to(probs.dtype))
-        logits_grad *= (grad * kept)[..., None]
+        logits_grad *= torch.where(kept, grad, 0)[..., None]
         return logits_grad.to(ctx.dtype), None, None, None, None
 
 
