@@ -72,8 +72,8 @@ def send(
     fields = DTYPES.index(tensor.dtype), wants_gradient, tensor.dim(), *shape
     header = torch.frombuffer(bytearray(HEADER.pack(text, *fields)), dtype=torch.uint8)
     transport.exchange([Send(to, header.to(transport.device))], [], timeout)
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).to(transport.device)
-    transport.exchange([Send(to, flat)], [], timeout)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    transport.exchange([Send(to, flat.to(transport.device))], [], timeout)
 
 
 def receive(

@@ -14,7 +14,6 @@ from statistics import median
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from .devices import num_bytes
@@ -174,7 +173,7 @@ class Stage:
         X, output = self.live.pop(i)
         if output.requires_grad:
             output.backward(grad)
-        return X.grad
+        return torch.zeros_like(X) if X.requires_grad and X.grad is None else X.grad
 
 
 def call(module: nn.Module, X: torch.Tensor, recompute: bool = False) -> torch.Tensor:
@@ -183,6 +182,9 @@ def call(module: nn.Module, X: torch.Tensor, recompute: bool = False) -> torch.T
     With ``recompute`` autograd keeps only ``X``, and the backward pass begins with the forward pass
     once more, with the same random numbers: Chen et al., "Training Deep Nets with Sublinear Memory
     Cost" (2016). BatchNorm's running statistics are updated once.
+
+    A first layer that works in place (its ``inplace`` is True) gets a copy of ``X``. One that does
+    so without saying it raises torch's error for a leaf.
 
     Raises:
         TypeError: the layers return anything but one tensor.
@@ -210,18 +212,17 @@ def _writes_to_its_input(module: nn.Module) -> bool:
 
 
 def _contexts(module: nn.Module) -> tuple:
-    return nullcontext(), _statistics_kept(module)
+    return nullcontext(), _buffers_kept(module)
 
 
 @contextmanager
-def _statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Let BatchNorm leave its running statistics alone: the first forward pass has updated them."""
-    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
-    tracking = [norm.track_running_stats for norm in norms]
-    for norm in norms:
-        norm.track_running_stats = norm.track_running_stats and not norm.training
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Let what is done to buffers, such as BatchNorm's statistics, be done to copies of them."""
+    places = [(part, *item) for part in module.modules() for item in part.named_buffers("", False)]
+    for part, name, buffer in places:
+        setattr(part, name, buffer.clone())
     try:
         yield
     finally:
-        for norm, tracks in zip(norms, tracking, strict=True):
-            norm.track_running_stats = tracks
+        for part, name, buffer in places:
+            setattr(part, name, buffer)

@@ -500,3 +500,22 @@ def test_a_loss_that_is_no_number_is_refused():
     pipeline = pipe(mlp(), 2, 2, criterion=per_row, count=len)
     with pytest.raises(ValueError, match=r"criterion returns shape \[2\]"):
         pipeline.forward_backward(randn(4, 6), randn(4, 5))
+
+
+class Detached(nn.Module):
+    """Learns, but has no way back to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, X):
+        return self.layer(X.detach())
+
+
+def test_a_stage_without_a_way_back_ends_it_there():
+    stages = [nn.Linear(4, 4), Detached(), nn.Linear(4, 2)]
+    pipeline = Pipeline(stages, ["cpu"] * 3, nn.MSELoss(), 2)
+    pipeline.forward_backward(torch.randn(5, 4), torch.randn(5, 2))
+    assert not stages[0].weight.grad.any()
+    assert stages[1].layer.weight.grad.any() and stages[2].weight.grad.any()

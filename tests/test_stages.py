@@ -190,6 +190,11 @@ def norm_without_statistics():
     return nn.Sequential(*layers)
 
 
+def instance_norm():
+    layers = nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Tanh()
+    return nn.Sequential(nn.Linear(6, 6), *layers)
+
+
 @both
 def test_forward_and_backward_apart_are_autograds(recompute):
     build = partial(nn.Sequential, nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -206,7 +211,9 @@ def test_forward_and_backward_apart_are_autograds(recompute):
     close(ours, grads(module))
 
 
-@pytest.mark.parametrize("build", [dropout, norm, norm_in_evaluation, norm_without_statistics])
+@pytest.mark.parametrize(
+    "build", [dropout, norm, norm_in_evaluation, norm_without_statistics, instance_norm]
+)
 def test_recomputing_changes_neither_gradients_nor_running_statistics(build):
     plain, outputs, given = train(build, recompute=False)
     again, same_outputs, same_given = train(build, recompute=True)
