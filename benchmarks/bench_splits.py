@@ -132,8 +132,8 @@ def main():
             low, middle, high = quartiles([one / t for t in seconds])
             predicted = costs["one device"].seconds / cost.seconds
             print(
-                f"{split:12} {1e3 * median(seconds):7.1f} ms (predicted {1e3 * cost.seconds:5.1f}), "
-                f"{middle:5.2f} times as fast ({low:.2f} to {high:.2f}; predicted {predicted:.2f})"
+                f"{split:12} {1e3 * median(seconds):7.1f} ms (predicted {1e3 * cost.seconds:5.1f}),"
+                f" {middle:5.2f} times as fast ({low:.2f} to {high:.2f}; predicted {predicted:.2f})"
             )
 
 
