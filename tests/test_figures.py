@@ -5,7 +5,13 @@ import pytest
 
 from d2lpar import plot
 from d2lpar.drawing import GREY, PALETTE
-from d2lpar.figures import data_parallel, iteration, ranks_and_nodes, three_splits
+from d2lpar.figures import (
+    columns_and_rows,
+    data_parallel,
+    iteration,
+    ranks_and_nodes,
+    three_splits,
+)
 from d2lpar.iteration import Step
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -117,7 +123,19 @@ def test_the_alternative_text_of_ranks_and_nodes_tells_what_is_drawn():
     )
 
 
-@pytest.mark.parametrize("draw", [data_parallel, three_splits, ranks_and_nodes])
+def test_columns_and_rows_send_only_at_the_sum_forward_and_at_the_copy_backward():
+    picture = columns_and_rows()
+    words = texts(picture)
+    for i in (0, 1):
+        assert {f"rank {i}", f"columns {i} of W", f"rows {i} of A"} <= set(words)
+    assert arrows(picture, 3) == 2  # both parts go into the sum
+    sides = {"forward: nothing": "backward: allreduce", "forward: allreduce": "backward: nothing"}
+    for forward, backward in sides.items():
+        assert words.count(forward) == words.count(backward) == 1
+    assert "an allreduce is needed backward" in picture.alt
+
+
+@pytest.mark.parametrize("draw", [data_parallel, three_splits, ranks_and_nodes, columns_and_rows])
 def test_they_are_shown_through_plot_and_keep_their_bytes(draw):
     assert getattr(plot, draw.__name__) is draw
     assert draw().svg == draw().svg
