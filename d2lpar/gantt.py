@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from .drawing import GREY, PALETTE, WIDTH, Picture, picture, round_numbers, text
-from .pipeline_schedules import Span, bubble, live
+from .pipeline_schedules import Span, bubble, live_counts
 
 LEFT, RIGHT = 72, 84  # pixels for the stages' names, and for how many micro-batches are kept
 LANE, STRIP = 38, 20  # pixels of a stage: its actions, and below them what it keeps
@@ -77,7 +77,7 @@ def _panel(name: str, spans: Sequence[Span], scale: float, unit: str | None) -> 
             f'fill="{GREY}"/>'
         )
         body += "".join(_bar(span, y, scale, unit) for span in own)
-        counts = live(own).get(stage, [])
+        counts = live_counts(own).get(stage, [])
         peaks.append(max(counts, default=0))
         body += _strip(own, counts, y + LANE, scale)
         place = complex(LEFT + duration * scale + 8, y + LANE + STRIP / 2 - 6)
@@ -98,9 +98,11 @@ def _bar(span: Span, y: float, scale: float, unit: str | None) -> str:
         f'fill="{COLOURS[backward]}" stroke="#FFF" stroke-width="0.8">'
         f"<title>{span.kind} of micro-batch {span.microbatch}: {when}</title></rect>"
     )
-    if width < 5 + 7 * len(str(span.microbatch)):
+    digits = len(str(span.microbatch))
+    if width < 1 + 5 * digits:
         return bar
-    style = 'fill="#FFF" font-size="11" font-weight="bold" text-anchor="middle"'
+    size = 11 if width >= 5 + 7 * digits else 8
+    style = f'fill="#FFF" font-size="{size}" font-weight="bold" text-anchor="middle"'
     return bar + text(complex(x + width / 2, y + (LANE - 14) / 2), span.microbatch, style)
 
 

@@ -206,7 +206,7 @@ def bubble(spans: Iterable[Span]) -> float:
     return 1 - busy / (num_stages * duration) if duration else 0.0
 
 
-def live(actions: Iterable[Action | Span]) -> dict[int, list[int]]:
+def live_counts(actions: Iterable[Action | Span]) -> dict[int, list[int]]:
     """Return of how many micro-batches each stage keeps activations, after each of its actions.
 
     A forward pass keeps them for the backward pass, which frees them: {stage: [1, 2, …, 0]}.

@@ -5,8 +5,9 @@
 inside layers. Notebook 07 compares them.
 
 The model is simple. A layer's backward pass takes twice the time of its forward pass, which is its
-floating-point operations through the device's speed. Messages cost what ``cost`` says, the sums are
-rings, and nothing is sent while a device computes, except in the pipeline.
+floating-point operations through the device's speed. Messages cost what ``cost`` says, and all sums
+are rings. Gradients travel while backward runs, and activations in a pipeline while stages work;
+the sums inside layers are waited for.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from .cost import closed_form
 from .devices import num_bytes
 from .models import Copy, Sum
-from .pipeline_schedules import bubble, live, one_f_one_b, predict
+from .pipeline_schedules import bubble, live_counts, one_f_one_b, predict
 from .schedules import ring
 from .stages import balance
 
@@ -189,9 +190,10 @@ def _one(layers, n, k, machine) -> SplitCost:
 def _data(layers, n, k, machine) -> SplitCost:
     parameters = _total(layers, "parameters")
     rows = -(-n // k)  # of the largest shard
-    busy = 3 * rows * _total(layers, "flops") / machine.flops
+    forward = rows * _total(layers, "flops") / machine.flops
+    busy = 3 * forward
     sent = closed_form(ring, k, parameters, machine.alpha, machine.beta)
-    seconds = busy + sent.seconds
+    seconds = forward + max(2 * forward, sent.seconds)  # gradients travel during backward
     memory = 2 * parameters + rows * _total(layers, "saved")
     return SplitCost(
         "data", k, max(sent.sent), sent.steps, round(memory), 1 - busy / seconds, seconds
@@ -207,7 +209,7 @@ def _pipeline(layers, n, k, machine, m) -> SplitCost:
     cuts = [stage[-1].output for stage in stages[:-1]]  # bytes an example
     transfer = max((machine.alpha + rows * cut * machine.beta for cut in cuts), default=0.0)
     spans = predict(one_f_one_b(k, m), forward, [2 * seconds for seconds in forward], transfer)
-    kept = live(spans)
+    kept = live_counts(spans)
     memory = [
         2 * _total(stage, "parameters") + max(kept[s]) * rows * _total(stage, "saved")
         for s, stage in enumerate(stages)

@@ -104,14 +104,15 @@ def layer_seconds(layers: Sequence[nn.Module], X: torch.Tensor, rounds: int = 10
 
     Leaves gradients, buffers and random numbers as they are. ``X`` is the first layer's input.
     """
-    seconds = []
+    seconds, wants_gradient = [], False  # the first layer's input needs none
     for layer in layers:
         state = {name: buffer.clone() for name, buffer in layer.named_buffers()}
         grads = [param.grad for param in layer.parameters()]
         with torch.random.fork_rng([X.device] if X.is_cuda else []):
-            times, X = zip(*[_time_layer(layer, X) for _ in range(2 + rounds)], strict=True)
-        seconds.append(median(times[2:]))  # the first ones warm up
-        X = X[-1]
+            runs = [_time_layer(layer, X, wants_gradient) for _ in range(2 + rounds)]
+        seconds.append(median(time for time, _ in runs[2:]))  # the first ones warm up
+        X = runs[-1][1]
+        wants_gradient = X.is_floating_point()
         for name, buffer in layer.named_buffers():
             buffer.copy_(state[name])
         for param, grad in zip(layer.parameters(), grads, strict=True):
@@ -119,12 +120,14 @@ def layer_seconds(layers: Sequence[nn.Module], X: torch.Tensor, rounds: int = 10
     return seconds
 
 
-def _time_layer(layer: nn.Module, X: torch.Tensor) -> tuple[float, torch.Tensor]:
+def _time_layer(
+    layer: nn.Module, X: torch.Tensor, wants_gradient: bool
+) -> tuple[float, torch.Tensor]:
     """Return the seconds of one forward and backward pass, and the output."""
     for param in layer.parameters():
         param.grad = None
     wait = partial(torch.cuda.synchronize, X.device) if X.is_cuda else int
-    entry = X.detach().clone().requires_grad_(X.is_floating_point())
+    entry = X.detach().clone().requires_grad_(wants_gradient)
     wait()
     begin = time.perf_counter()
     output = layer(entry.clone() if _writes_to_its_input(layer) else entry)

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from d2lpar import drawing, gpipe, one_f_one_b, plot, sequential
-from d2lpar.pipeline_schedules import Span, bubble, live, predict
+from d2lpar.pipeline_schedules import Span, bubble, live_counts, predict
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCHEDULES = [sequential, gpipe, one_f_one_b]
@@ -84,7 +84,7 @@ def test_there_is_a_bar_for_each_action_where_its_time_is(schedule, p, m):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_words_tell_stages_idle_time_and_what_is_kept(schedule):
     spans = predict(schedule(4, 8))
-    peaks = [max(counts) for counts in live(in_order(spans)).values()]
+    peaks = [max(counts) for counts in live_counts(in_order(spans)).values()]
     picture = plot.pipeline(spans, title="Four stages")
     idle = {sequential: "75", gpipe: "27", one_f_one_b: "27"}[schedule]
     assert f"{100 * bubble(spans):.0f}" == idle

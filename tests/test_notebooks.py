@@ -386,6 +386,7 @@ def test_saved_cells_are_formatted_as_ruff_does(package):
         ("#@save d2lpar.boxes\ndef double(", "line 2 is no Python"),
         ("#@save d2lpar.boxes", "names no function or class"),
         ("#@save boxes\ndef double(): ...", "should read '#@save d2lpar.<file>'"),
+        ("import os\n#@save d2lpar.boxes\ndef double(): ...", "has to be the cell's first line"),
     ],
 )
 def test_saved_cell_errors_name_both(package, cell, complaint):

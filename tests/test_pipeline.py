@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from d2lpar import Pipeline, SplitModel, count_bytes, cut, gpipe, one_f_one_b, sequential
 from d2lpar.memory import peak_memory
-from d2lpar.pipeline_schedules import Action, live, own_actions
+from d2lpar.pipeline_schedules import Action, live_counts, own_actions
 
 SCHEDULES = (sequential, gpipe, one_f_one_b)
 CPU = torch.device("cpu")
@@ -347,7 +347,7 @@ def test_stages_keep_as_many_micro_batches_as_scheduled(schedule, peak):
         pipeline.forward_backward(randn(7, 6), randn(7, 5))
         assert pipeline.peak_live == peak
     ticks = schedule(3, 5)
-    assert [max(live(own_actions(ticks, s))[s]) for s in range(3)] == peak
+    assert [max(live_counts(own_actions(ticks, s))[s]) for s in range(3)] == peak
 
 
 def test_recomputing_and_1f1b_lower_the_peak_of_memory():

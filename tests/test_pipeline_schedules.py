@@ -13,7 +13,7 @@ from d2lpar.pipeline_schedules import (
     check_pipeline,
     check_sizes,
     gpipe,
-    live,
+    live_counts,
     one_f_one_b,
     own_actions,
     predict,
@@ -126,7 +126,7 @@ def test_activations_that_each_stage_keeps_at_most(schedule, most):
     for p, m in SIZES:
         ticks = schedule(p, m)
         assert peaks(ticks, p) == [most(p, m, s) for s in range(p)]
-        assert [max(counts) for counts in live(chain(*ticks)).values()] == peaks(ticks, p)
+        assert [max(counts) for counts in live_counts(chain(*ticks)).values()] == peaks(ticks, p)
 
 
 def test_what_each_stage_does_in_turn():
@@ -292,7 +292,7 @@ def test_as_many_times_as_stages():
 def test_live_counts_after_each_action_of_ticks_or_of_spans():
     expected = {0: [1, 2, 1, 2, 1, 0], 1: [1, 0, 1, 0, 1, 0]}
     ticks = one_f_one_b(2, 3)
-    assert live(chain(*ticks)) == expected
-    assert live(predict(ticks)) == expected
-    assert list(live([F(1, 0), F(0, 0)])) == [0, 1]
-    assert live([]) == {}
+    assert live_counts(chain(*ticks)) == expected
+    assert live_counts(predict(ticks)) == expected
+    assert list(live_counts([F(1, 0), F(0, 0)])) == [0, 1]
+    assert live_counts([]) == {}

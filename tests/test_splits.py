@@ -123,10 +123,12 @@ def test_tensor_sends_what_a_tensor_split_sends(layers):
 def test_seconds_by_hand(layers):
     work = 3 * 64 * (CONV1 + CONV2 + LINEAR1 + LINEAR2) / 1e9
     assert cost_of("one device", layers, 64, 1, MACHINE).seconds == pytest.approx(work)
-    data = cost_of("data", layers, 64, 2, MACHINE)
-    sent = 2 * (1e-4 + PARAMETERS / 2 * 1e-9)
-    assert data.seconds == pytest.approx(work / 2 + sent)
-    assert data.idle == pytest.approx(sent / (work / 2 + sent))
+    data = cost_of("data", layers, 64, 2, MACHINE)  # backward hides what is sent, …
+    assert data.seconds == pytest.approx(work / 2) and data.idle == pytest.approx(0)
+    slow = cost_of("data", layers, 64, 2, MACHINE._replace(beta=1e-5))  # … or hides itself
+    sent = 2 * (1e-4 + PARAMETERS / 2 * 1e-5)
+    assert slow.seconds == pytest.approx(work / 6 + sent)
+    assert slow.idle == pytest.approx(1 - work / 2 / slow.seconds)
     tensor = cost_of("tensor", layers, 64, 2, MACHINE)
     sums = [64 * 4 * size for size in (4050, 800, 10)]
     sent = sum(2 * (1e-4 + size / 2 * 1e-9) for size in sums)

@@ -30,6 +30,8 @@ def expected(source: str, package: Path) -> str | None:
     """
     first_line = source.partition("\n")[0].strip()
     if not re.match(r"#\s?@save", first_line):
+        if re.search(r"^#\s?@save", source, flags=re.M):
+            raise ValueError("'#@save' has to be the cell's first line")
         return None
     mark = MARK.fullmatch(first_line)
     if not mark:
