@@ -2,15 +2,15 @@
 
 The schedule is the one that ``pipeline`` runs in one process. A rank makes its own actions in their
 order. What an action needs it waits for; what an action has made a thread sends, so that no stage
-waits for the next one to be ready. Notebook 06 builds this file. Source: the schedules of
+waits for another one to be ready. Notebook 06 builds this file. Source: the schedules of
 ``torch.distributed.pipelining``.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from contextvars import copy_context
-from functools import partial
 from hashlib import blake2b
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 
 from .agreement import agree
 from .parallel_loss import Count
-from .pipeline import Losses, make_ticks, require_number, run_actions, split_rows
+from .pipeline import Losses, make_ticks, on_device, require_number, run_actions, split_rows
 from .pipeline_schedules import (
     Action,
     PipelineSchedule,
@@ -29,10 +29,10 @@ from .pipeline_schedules import (
     source,
     target,
 )
-from .point_to_point import receive, send
+from .point_to_point import check_sendable, receive, send
 from .ranks import member_of
 from .sender import Sender
-from .stages import Stage
+from .stages import Stage, call
 from .transport import group_like
 
 
@@ -41,15 +41,17 @@ class DistributedPipeline(nn.Module):
 
     Rank r of the group has stage r. What ``Pipeline`` says of micro-batches, of the loss and of
     BatchNorm holds here, too. Where the group's backend is NCCL, which wants sends and receives in
-    pairs, messages go through a gloo group of the pipeline's own.
+    pairs, messages go through a gloo group, one for each pipeline. On GPUs, call it in the default
+    stream. Copy ``.stage``, not this.
 
     Args:
         stage: this rank's layers, on the device where they are to be computed.
         criterion: called with (output, target), on the last rank.
         num_microbatches: into how many parts a batch is cut.
-        schedule: a function (num_stages, num_microbatches) -> ticks.
+        schedule: a function (num_stages, num_microbatches) -> ticks, in which each stage works on
+            micro-batches in the order in which they are sent.
         group: the process group; None: all ranks.
-        recompute: whether to keep only the stage's inputs, and make its forward pass twice.
+        recompute: whether to keep only inputs and outputs, and to compute the rest again.
         count: see ``DataParallelCriterion``.
         timeout: seconds to wait for a message; None: the group's.
 
@@ -60,7 +62,7 @@ class DistributedPipeline(nn.Module):
 
     Raises:
         MismatchError: on every rank, when schedule or number of micro-batches differ.
-        ValueError: see ``Pipeline``.
+        ValueError: see ``Pipeline``; this rank is no member of ``group``.
     """
 
     def __init__(
@@ -75,27 +77,24 @@ class DistributedPipeline(nn.Module):
         timeout: float | None = None,
     ):
         super().__init__()
-        self.stage, self.criterion, self.count = stage, criterion, count
-        self.num_microbatches = num_microbatches
+        member, limit = member_of(group, timeout)
         if dist.get_backend(group) == dist.Backend.NCCL:
             group = group_like(group, dist.Backend.GLOO)
-        self.group, self.timeout = group, timeout
-        member, limit = member_of(group, timeout)
-        self.ranks, self.number = member.transport.ranks, member.transport.member
+            member, limit = member_of(group, timeout)
+        self.group, self.timeout, self.transport = group, timeout, member.transport
+        self.ranks, self.number = self.transport.ranks, self.transport.member
         self.is_first, self.is_last = self.number == 0, self.number == len(self.ranks) - 1
-        ticks = make_ticks(schedule, len(self.ranks), num_microbatches)
-        digest = blake2b(repr(ticks).encode(), digest_size=4).hexdigest()
-        name = getattr(schedule, "__name__", "schedule")
-        plan = f"pipeline of {len(self.ranks)} stages, {name} ({digest}), {num_microbatches} parts"
-        agree(member.transport, 0, plan, 0, limit)
+        ticks = self._agreed_ticks(schedule, num_microbatches, limit)
         require_number(criterion, count)
+        self.stage, self.count, self.num_microbatches = stage, count, num_microbatches
+        self.criterion = on_device(criterion, self.device) if self.is_last else criterion
         self.actions = own_actions(ticks, self.number)
         self.recompute = recompute
         self.timeline: list[Span] | None = None
         self.peak_live = 0
-        self.senders = {"forward": Sender(), "backward": Sender()}  # so that none waits for both
-        for sender in self.senders.values():
-            weakref.finalize(self, sender.stop)
+        self._calls = 0
+        self._sender = Sender()
+        weakref.finalize(self, self._sender.stop)
 
     @property
     def device(self) -> torch.device:
@@ -107,66 +106,104 @@ class DistributedPipeline(nn.Module):
     ) -> torch.Tensor | None:
         """Add to the gradients of this stage; return the batch's loss on the last rank, else None.
 
-        The first rank needs ``X``, the last ``y``; what others are given is not looked at.
+        The first rank needs ``X``, the last ``y``; what others are given is not looked at. After an
+        error in the middle the group is of no more use: nobody knows which messages are under way.
 
         Raises:
             ValueError: see ``Pipeline.forward_backward``.
             PeerError: a neighbour did not send or receive in time, or is gone.
+            MismatchError: a neighbour works on another batch, or evaluates.
         """
+        self._calls += 1
         X_parts, y_parts = self._parts(X, y)
         stage, losses = Stage(self.stage, self.recompute), None
         if self.is_last:
             losses = Losses(self.criterion, self.count, y_parts)
             stage.finish = losses.of
-        mail = Mail(self, X_parts, stage)
-        run_actions(self.actions, {self.number: stage}, mail, self.timeline)
-        wait_for(mail.sent)
+        with self._mail("batch", X_parts, stage) as mail:
+            run_actions(self.actions, {self.number: stage}, mail, self.timeline)
         self.peak_live = stage.peak
         return losses.total if losses else None
 
     @torch.no_grad()
     def forward(self, X: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return the model's output for ``X``, given on the first rank, on the last; else None."""
-        X_parts, _ = self._parts(X, None, trains=False)
-        mail, outputs = Mail(self, X_parts), []
-        for i in range(self.num_microbatches):
-            action = Action(self.number, i, "forward")
-            output = self.stage(mail.receive(action))
-            mail.send(action, output)
-            if self.is_last:
-                outputs.append(output)
-        wait_for(mail.sent)
-        return torch.cat(outputs) if self.is_last else None
+        """Return the model's output for ``X``, given on the first rank, on the last; else None.
 
-    def receive(self, action: Action) -> torch.Tensor:
-        """Wait for the result of ``action``, of another stage."""
-        label = f"{action.kind} {action.microbatch}"
-        src = self.ranks[action.stage]
-        return receive(src, label, self.device, self.group, self.timeout)
-
-    def send(self, action: Action, stage: int, result: torch.Tensor) -> Future:
-        """Let a thread send the result of ``action`` to ``stage``; return its future."""
-        label, wants_gradient = f"{action.kind} {action.microbatch}", result.requires_grad
-        dst = self.ranks[stage]
-        call = partial(send, result.detach(), dst, label, self.group, self.timeout, wants_gradient)
-        context = copy_context()  # the thread counts bytes where we do
-        return self.senders[action.kind].submit(context.run, call)
-
-    def _parts(self, X, y, trains: bool = True):
+        Raises what ``forward_backward`` raises.
+        """
+        self._calls += 1
         if self.is_first and X is None:
             raise ValueError("the first rank needs the inputs X")
-        if self.is_last and trains and y is None:
+        X_parts = X.tensor_split(self.num_microbatches) if self.is_first else None
+        outputs = []
+        with self._mail("evaluation", X_parts) as mail:
+            for i in range(self.num_microbatches):
+                action = Action(self.number, i, "forward")
+                output = call(self.stage, mail.receive(action))
+                mail.send(action, output)
+                if self.is_last:
+                    outputs.append(output)
+        return torch.cat(outputs) if self.is_last else None
+
+    def _agreed_ticks(self, schedule, num_microbatches, limit: float) -> list[list[Action]]:
+        """Make the ticks, after a look whether all ranks would make the same."""
+        error, p = None, len(self.ranks)
+        try:
+            ticks = make_ticks(schedule, p, num_microbatches)
+            check_order(ticks, p)
+            digest = blake2b(repr(ticks).encode(), digest_size=4).hexdigest()
+        except (TypeError, ValueError) as wrong:
+            error, digest = wrong, "which is none"
+        name = getattr(schedule, "__name__", "schedule")
+        plan = f"pipeline of {p} stages, {name} ({digest}), {num_microbatches!r} micro-batches"
+        agree(self.transport, 0, plan, 0, limit)
+        if error:
+            raise error
+        return ticks
+
+    def _parts(self, X, y):
+        if self.is_first and X is None:
+            raise ValueError("the first rank needs the inputs X")
+        if self.is_last and y is None:
             raise ValueError("the last rank needs the targets y")
         return split_rows(
             X if self.is_first else None, y if self.is_last else None, self.num_microbatches
         )
 
+    @contextmanager
+    def _mail(self, kind: str, X_parts, stage: Stage | None = None) -> Iterator["Mail"]:
+        """Wait in the end until all is sent; on an error see that the group is not used again."""
+        mail = Mail(self, f"of {kind} {self._calls}", X_parts, stage)
+        try:
+            yield mail
+            wait_for(mail.sent)
+        except BaseException as error:
+            self.transport.broken = self.transport.broken or f"{type(error).__name__}: {error}"
+            for future in mail.sent:  # what went wrong first
+                if future.done() and future.exception():
+                    raise future.exception() from error
+            raise
+
+    def receive(self, action: Action, words: str) -> torch.Tensor:
+        """Wait for the result of ``action``, of another stage; ``words`` tell the call."""
+        label, src = f"{action.kind} {action.microbatch} {words}", self.ranks[action.stage]
+        return receive(src, label, self.device, self.group, self.timeout)
+
+    def send(self, action: Action, words: str, stage: int, result: torch.Tensor) -> Future:
+        """Let a thread send the result of ``action`` to ``stage``; return its future."""
+        label, dst = f"{action.kind} {action.microbatch} {words}", self.ranks[stage]
+        message, wants_gradient = result.detach(), result.requires_grad
+        check_sendable(message, label)
+        context = copy_context()  # the thread counts bytes where we do
+        options = self.group, self.timeout, wants_gradient
+        return self._sender.submit(context.run, send, message, dst, label, *options)
+
 
 class Mail:
-    """Mail between ranks: waits for what comes, and lets threads send."""
+    """Mail between ranks: waits for what comes, and lets a thread send."""
 
-    def __init__(self, pipeline: DistributedPipeline, X_parts, stage: Stage | None = None):
-        self.pipeline, self.X_parts, self.stage = pipeline, X_parts, stage
+    def __init__(self, pipeline: DistributedPipeline, words: str, X_parts, stage: Stage | None):
+        self.pipeline, self.words, self.X_parts, self.stage = pipeline, words, X_parts, stage
         self.sent: list[Future] = []
 
     def receive(self, action: Action) -> torch.Tensor | None:
@@ -177,16 +214,35 @@ class Mail:
             return self.X_parts[i].to(self.pipeline.device)
         if need is None or (kind == "backward" and not self.stage.live[i][1].requires_grad):
             return None
-        return self.pipeline.receive(need)
+        return self.pipeline.receive(need, self.words)
 
     def send(self, action: Action, result: torch.Tensor | None) -> None:
         """Let a thread send the result of ``action`` to the rank that works on it, if any does."""
         there = target(action, len(self.pipeline.ranks))
         if there and result is not None:
-            self.sent.append(self.pipeline.send(action, there.stage, result))
+            self.sent.append(self.pipeline.send(action, self.words, there.stage, result))
 
 
 def wait_for(sent: list[Future]) -> None:
     """Wait until all is sent; raise the first error."""
     for future in sent:
         future.result()
+
+
+def check_order(ticks: list[list[Action]], num_stages: int) -> None:
+    """Check that between two stages micro-batches are worked on in the order of their sending.
+
+    Raises:
+        ValueError: naming the stage that does not.
+    """
+    for stage in range(num_stages):
+        for kind in ("forward", "backward"):
+            own = [a for a in own_actions(ticks, stage) if a.kind == kind]
+            there = target(own[0], num_stages)
+            if there:
+                later = [a for a in own_actions(ticks, there.stage) if a.kind == kind]
+                if [a.microbatch for a in own] != [a.microbatch for a in later]:
+                    raise ValueError(
+                        f"stage {there.stage} goes {kind} with micro-batches in another order than "
+                        f"stage {stage}, which sends them"
+                    )

@@ -132,6 +132,7 @@ class Lanes(Transport):
         me = self.ranks[self.member]
         self.waits_for[me] = lane.rank + 1
         while not lane.acquire(True, LOOK):
+            self.waits_for[me] = lane.rank + 1  # another thread may have written meanwhile
             if time.monotonic() > deadline:
                 raise self._missing(lane.rank)  # and the table goes on to say for whom
         self.waits_for[me] = 0

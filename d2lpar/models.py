@@ -4,7 +4,8 @@ Each is an ``nn.Sequential`` that takes one tensor and returns the logits. ``Cop
 nothing: they mark where a split inside layers would send something (``tensor_parallel``'s
 ``copy_to_group`` and ``reduce_from_group``). Notebooks 06 and 07 use this file. Sources: the ResNet
 is He et al., "Deep Residual Learning for Image Recognition" (2016), with the stem for small images
-of Dive into Deep Learning; the transformer is GPT-2's, Radford et al. (2019).
+of Dive into Deep Learning; the transformer is like GPT-2 (Radford et al., 2019), without dropout
+and with a head of its own.
 """
 
 import torch
@@ -35,7 +36,8 @@ def resnet(
 ) -> nn.Sequential:
     """Return a ResNet of two blocks for each of ``widths``: images to logits (n, num_classes).
 
-    With the default widths it is ResNet-18. The image is halved before each width but the first.
+    With the default widths it is ResNet-18, without normalisation in the shortcuts. The image is
+    halved before each width but the first.
     """
     stem = nn.Sequential(
         nn.Conv2d(in_channels, widths[0], 3, padding=1), nn.BatchNorm2d(widths[0]), nn.ReLU()
@@ -95,7 +97,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return (n, length, width)."""
-        return self.tokens(tokens) + self.positions
+        return self.tokens(tokens) + self.positions[: tokens.shape[1]]
 
 
 class Block(nn.Module):
@@ -122,7 +124,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each position looks at those before it: (n, length, width) to the same."""
+    """Each position looks at itself and those before it: (n, length, width) to the same."""
 
     def __init__(self, width: int, num_heads: int):
         super().__init__()

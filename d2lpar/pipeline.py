@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .collectives import is_low_precision
 from .devices import move
 from .parallel_loss import Count, find_count, shares
 from .pipeline_schedules import (
@@ -70,10 +71,10 @@ class Pipeline(SplitModel):
     Args:
         stages: modules, as ``cut`` returns; a stage takes one tensor and returns one.
         devices: one for each stage.
-        criterion: called with (output, target).
+        criterion: called with (output, target), on the last device; a module is moved there.
         num_microbatches: into how many parts a batch is cut; they differ by at most one row.
         schedule: a function (num_stages, num_microbatches) -> ticks, such as ``gpipe``.
-        recompute: whether a stage keeps only its inputs, and makes its forward pass twice.
+        recompute: whether a stage keeps only its inputs and outputs, and computes the rest again.
         count: see ``DataParallelCriterion``.
 
     Attributes:
@@ -97,7 +98,7 @@ class Pipeline(SplitModel):
         count: Count | None = None,
     ):
         super().__init__(stages, devices)
-        self.criterion, self.count = criterion, count
+        self.criterion, self.count = on_device(criterion, self.devices[-1]), count
         self.num_microbatches = num_microbatches
         self.ticks = make_ticks(schedule, len(self.stages), num_microbatches)
         require_number(criterion, count)
@@ -164,8 +165,8 @@ class Moves:
         if there is None or result is None:
             return
         device, kind = self.devices[there.stage], KINDS[action.kind]
-        moved = move(result.detach(), device, action.stage, there.stage, kind)
-        self.arrived[there] = moved.detach().requires_grad_(result.requires_grad)
+        arrived = move(result.detach(), device, action.stage, there.stage, kind)
+        self.arrived[there] = arrived.requires_grad_(result.requires_grad)
 
 
 class Losses:
@@ -190,11 +191,21 @@ class Losses:
         if i in self.weights:
             loss = self.criterion(output, y) * self.weights[i]
         else:  # all of its targets are ignored
-            loss = (output * 0).sum()
+            loss = output.reshape(-1)[:0].sum()  # 0, also of infinite logits
         if loss.dim():
             raise ValueError(f"the criterion returns shape {list(loss.shape)}, and no number")
-        self.total = self.total + loss.detach()
+        self.total = self.total + loss.detach().to(wide(loss.dtype))
         return loss
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which to add up losses of ``dtype``."""
+    return torch.float32 if is_low_precision(dtype) else dtype
+
+
+def on_device(criterion: Callable, device: torch.device) -> Callable:
+    """Move a criterion that is a module: it may have class weights."""
+    return criterion.to(device) if isinstance(criterion, nn.Module) else criterion
 
 
 def make_ticks(schedule: PipelineSchedule, num_stages: int, num_microbatches: int) -> list[list]:

@@ -176,7 +176,7 @@ def predict(
     """
     num_stages = 1 + max((action.stage for action in chain(*ticks)), default=-1)
     seconds = {
-        kind: times if isinstance(times, Sequence) else [times] * num_stages
+        kind: [times] * num_stages if isinstance(times, (int, float)) else list(times)
         for kind, times in {"forward": forward, "backward": backward}.items()
     }
     for kind, times in seconds.items():
@@ -201,7 +201,7 @@ def bubble(spans: Iterable[Span]) -> float:
     """
     spans = list(spans)
     duration = max(span.end for span in spans) - min(span.start for span in spans)
-    num_stages = 1 + max(span.stage for span in spans)
+    num_stages = len({span.stage for span in spans})
     busy = sum(span.end - span.start for span in spans)
     return 1 - busy / (num_stages * duration) if duration else 0.0
 

@@ -16,7 +16,8 @@ from .ranks import member_of
 from .transport import Receive, Send, take
 
 MAX_DIMS = 8
-HEADER = struct.Struct(f"<32sqqq{MAX_DIMS}q")  # label, dtype, wants a gradient, dims, shape
+MARK = b"d2lpar  "  # of a header
+HEADER = struct.Struct(f"<8s32sqqq{MAX_DIMS}q")  # mark, label, dtype, wants gradient, dims, shape
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -58,22 +59,28 @@ def send(
         PeerError: ``dst`` did not receive it in time, or is gone.
         ValueError: ``dst`` is no other rank of the group, or the tensor cannot be described.
     """
-    check_tensor(tensor, "the tensor")
+    check_sendable(tensor, label)
     member, timeout = member_of(group, timeout)
     transport = member.transport
-    to = _peer(transport, dst, "dst")
-    text = label.encode()
-    if tensor.dim() > MAX_DIMS or tensor.dtype not in DTYPES or len(text) > 32:
-        raise ValueError(
-            f"cannot send {tensor.dtype} of shape {list(tensor.shape)} as {label!r}: a header has "
-            f"room for {MAX_DIMS} dimensions, torch's usual dtypes and a label of 32 bytes"
-        )
+    to, text = _peer(transport, dst, "dst"), label.encode()
     shape = [*tensor.shape] + [0] * (MAX_DIMS - tensor.dim())
     fields = DTYPES.index(tensor.dtype), wants_gradient, tensor.dim(), *shape
-    header = torch.frombuffer(bytearray(HEADER.pack(text, *fields)), dtype=torch.uint8)
+    header = torch.frombuffer(bytearray(HEADER.pack(MARK, text, *fields)), dtype=torch.uint8)
     transport.exchange([Send(to, header.to(transport.device))], [], timeout)
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     transport.exchange([Send(to, flat.to(transport.device))], [], timeout)
+
+
+def check_sendable(tensor: torch.Tensor, label: str) -> None:
+    """Refuse what ``send`` refuses, before anything is sent."""
+    check_tensor(tensor, "the tensor")
+    dims, usual = tensor.dim(), tensor.dtype in DTYPES and tensor.layout == torch.strided
+    if dims > MAX_DIMS or not usual or len(label.encode()) > 32:
+        raise ValueError(
+            f"cannot send {tensor.dtype} of shape {list(tensor.shape)} as {label!r}: a header has "
+            f"room for {MAX_DIMS} dimensions, torch's usual dtypes and a label of 32 bytes, and "
+            "the tensor must be strided"
+        )
 
 
 def receive(
@@ -87,7 +94,8 @@ def receive(
 
     Raises:
         PeerError: nothing came within ``timeout`` seconds, or ``src`` is gone.
-        MismatchError: what comes has another label.
+        MismatchError: what comes has another label, and is lost; or is nothing that was sent by
+            ``send``: then nobody knows what the group's next messages are.
         ValueError: ``src`` is no other rank of the group.
     """
     member, timeout = member_of(group, timeout)
@@ -95,7 +103,9 @@ def receive(
     origin = _peer(transport, src, "src")
     header = torch.empty(HEADER.size, dtype=torch.uint8, device=transport.device)
     transport.exchange([], [Receive(origin, header, take)], timeout)
-    text, dtype, wants_gradient, dims, *shape = HEADER.unpack(bytes(header.tolist()))
+    mark, text, dtype, wants_gradient, dims, *shape = HEADER.unpack(bytes(header.tolist()))
+    if mark != MARK:
+        raise MismatchError(f"{label!r} was expected, but rank {src} makes another call")
     flat = torch.empty(shape[:dims], dtype=DTYPES[dtype], device=transport.device).reshape(-1)
     transport.exchange([], [Receive(origin, flat, take)], timeout)
     found = text.rstrip(b"\0").decode(errors="replace")

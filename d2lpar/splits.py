@@ -73,7 +73,10 @@ class SplitCost(NamedTuple):
 
 
 def profile(model: nn.Sequential, X: torch.Tensor) -> list[Layer]:
-    """Run ``model`` on a small batch ``X``, and return what each of its layers needs."""
+    """Run ``model`` on a small batch ``X``, and return what each of its layers needs.
+
+    It is a forward pass in the mode that the model is in: BatchNorm's statistics may change.
+    """
     watch, layers = _Watch(model), []
     try:
         for layer in model:
@@ -103,6 +106,7 @@ class _Watch:
         self.flops, self.params, self.saved = [0, 0], [0, 0], {}
         self.sums, self.whole, self.counted = ([], []), {X.data_ptr()}, 0
         with (
+            torch.enable_grad(),
             FlopCounterMode(display=False, custom_mapping=ATTENTION) as self.counter,
             saved_tensors_hooks(self._save, lambda tensor: tensor),
         ):

@@ -5,12 +5,12 @@ the forward and the backward pass of its layers, apart from each other and from 
 as the executors of a pipeline ask for it. Notebook 06 builds this file.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import accumulate
 from statistics import median
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -108,15 +108,19 @@ def layer_seconds(layers: Sequence[nn.Module], X: torch.Tensor, rounds: int = 10
     for layer in layers:
         state = {name: buffer.clone() for name, buffer in layer.named_buffers()}
         grads = [param.grad for param in layer.parameters()]
-        with torch.random.fork_rng([X.device] if X.is_cuda else []):
-            runs = [_time_layer(layer, X, wants_gradient) for _ in range(2 + rounds)]
-        seconds.append(median(time for time, _ in runs[2:]))  # the first ones warm up
-        X = runs[-1][1]
-        wants_gradient = X.is_floating_point()
-        for name, buffer in layer.named_buffers():
-            buffer.copy_(state[name])
-        for param, grad in zip(layer.parameters(), grads, strict=True):
-            param.grad = grad
+        times = []
+        try:
+            with torch.enable_grad(), torch.random.fork_rng([X.device] if X.is_cuda else []):
+                for _ in range(2 + rounds):  # the first ones warm up
+                    time, output = _time_layer(layer, X, wants_gradient)
+                    times.append(time)
+        finally:
+            for name, buffer in layer.named_buffers():
+                buffer.copy_(state[name])
+            for param, grad in zip(layer.parameters(), grads, strict=True):
+                param.grad = grad
+        seconds.append(median(times[2:]))
+        X, wants_gradient = output, output.is_floating_point()
     return seconds
 
 
@@ -129,12 +133,12 @@ def _time_layer(
     wait = partial(torch.cuda.synchronize, X.device) if X.is_cuda else int
     entry = X.detach().clone().requires_grad_(wants_gradient)
     wait()
-    begin = time.perf_counter()
+    begin = perf_counter()
     output = layer(entry.clone() if _writes_to_its_input(layer) else entry)
     if output.requires_grad:
         output.backward(torch.ones_like(output))
     wait()
-    return time.perf_counter() - begin, output.detach()
+    return perf_counter() - begin, output.detach()
 
 
 class Stage:
@@ -159,7 +163,7 @@ class Stage:
 
         ``X`` is a leaf.
         """
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             output = call(self.module, X, self.recompute)
             if self.finish:
                 output = self.finish(i, output)
@@ -183,11 +187,11 @@ def call(module: nn.Module, X: torch.Tensor, recompute: bool = False) -> torch.T
     """Call a stage's layers.
 
     With ``recompute`` autograd keeps only ``X``, and the backward pass begins with the forward pass
-    once more, with the same random numbers: Chen et al., "Training Deep Nets with Sublinear Memory
-    Cost" (2016). BatchNorm's running statistics are updated once.
+    once more, with the same random numbers and buffers: Chen et al., "Training Deep Nets with
+    Sublinear Memory Cost" (2016). BatchNorm's running statistics are updated once.
 
-    A first layer that works in place (its ``inplace`` is True) gets a copy of ``X``. One that does
-    so without saying it raises torch's error for a leaf.
+    Where a layer works in place (its ``inplace`` is True), the first one gets a copy of ``X``. One
+    that writes to its input without saying so must not come first.
 
     Raises:
         TypeError: the layers return anything but one tensor.
@@ -204,28 +208,31 @@ def call(module: nn.Module, X: torch.Tensor, recompute: bool = False) -> torch.T
 
 
 def _writes_to_its_input(module: nn.Module) -> bool:
-    """Tell whether the first layer works in place, as ReLU(inplace=True) does.
+    """Tell whether a layer works in place, as ReLU(inplace=True) does: perhaps the first one.
 
     It must not write to what another stage has sent: that one's backward pass may need it.
     """
-    for part in module.modules():
-        if not any(True for _ in part.children()):
-            return getattr(part, "inplace", False)
-    return False
+    return any(getattr(part, "inplace", False) for part in module.modules())
 
 
 def _contexts(module: nn.Module) -> tuple:
-    return nullcontext(), _buffers_kept(module)
+    """Return what surrounds the two forward passes; called before the first."""
+    copies = [
+        (part, name, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers("", False)
+    ]
+    return nullcontext(), _with_buffers(copies)
 
 
 @contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Let what is done to buffers, such as BatchNorm's statistics, be done to copies of them."""
-    places = [(part, *item) for part in module.modules() for item in part.named_buffers("", False)]
-    for part, name, buffer in places:
-        setattr(part, name, buffer.clone())
+def _with_buffers(copies: list[tuple]) -> Iterator[None]:
+    """Let a module work on copies of its buffers, such as BatchNorm's statistics."""
+    own = [(part, name, getattr(part, name)) for part, name, _ in copies]
+    for part, name, buffer in copies:
+        setattr(part, name, buffer)
     try:
         yield
     finally:
-        for part, name, buffer in places:
+        for part, name, buffer in own:
             setattr(part, name, buffer)

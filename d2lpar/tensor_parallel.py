@@ -55,6 +55,12 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
     return tensor
 
 
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return the size of a group and this rank's place in it; ValueError if it has none."""
+    transport = ranks.member_of(group, None)[0].transport
+    return len(transport.ranks), transport.member
+
+
 def own_part(
     tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
@@ -63,7 +69,7 @@ def own_part(
     Raises:
         ValueError: there are fewer elements along ``dim`` than ranks.
     """
-    k, me = dist.get_world_size(group), dist.get_rank(group)
+    k, me = place_in(group)
     if tensor.shape[dim] < k:
         raise ValueError(f"{tensor.shape[dim]} columns, rows or channels are too few for {k} ranks")
     return tensor.detach().tensor_split(k, dim)[me].clone()
@@ -130,7 +136,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, X: torch.Tensor) -> torch.Tensor:
         """Return the output, equal on all ranks."""
         output = reduce_from_group(F.linear(X, self.weight), self.group)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class TensorParallelMLP(nn.Module):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from . import ranks
+from .tensor_parallel import place_in
 
 
 def vocab_parallel_cross_entropy(
@@ -22,7 +23,7 @@ def vocab_parallel_cross_entropy(
     """Return ``F.cross_entropy`` of the whole logits, on every rank, without gathering them.
 
     Sends 3 numbers a row forward, in two allreduces, and nothing backward. Computes in float32 (or
-    float64), and needs twice the memory of the rank's own logits.
+    float64), and keeps the probabilities of the rank's own classes for backward.
 
     Args:
         logits: (…, own classes), as ``ColumnParallelLinear(…, num_classes)`` returns.
@@ -72,6 +73,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if torch.is_grad_enabled():  # create_graph=True
+            raise NotImplementedError("the gradient's own gradient is not implemented")
         probs, place, is_own, kept = ctx.saved_tensors
         logits_grad = probs.scatter_add(-1, place, -is_own[..., None].to(probs.dtype))
         logits_grad *= torch.where(kept, grad, 0)[..., None]
@@ -80,7 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _own_classes(num_classes: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return the first class of this rank, and the one after its last."""
-    k, me = dist.get_world_size(group), dist.get_rank(group)
+    k, me = place_in(group)
     if num_classes < k:
         raise ValueError(f"{num_classes} classes are too few for {k} ranks")
     each, larger = divmod(num_classes, k)

@@ -519,3 +519,44 @@ def test_a_stage_without_a_way_back_ends_it_there():
     pipeline.forward_backward(torch.randn(5, 4), torch.randn(5, 2))
     assert not stages[0].weight.grad.any()
     assert stages[1].layer.weight.grad.any() and stages[2].weight.grad.any()
+
+
+def test_ignored_targets_leave_infinite_logits_out():
+    logits = torch.tensor([[1.0, -torch.inf, 2.0]])
+    stages = [nn.Linear(2, 3), nn.Module()]
+    stages[1].forward = lambda X: X + logits
+    criterion = nn.CrossEntropyLoss()
+    pipeline = Pipeline(stages, ["cpu"] * 2, criterion, 2)
+    X, y = torch.randn(2, 2), torch.tensor([2, -100])
+    loss = pipeline.forward_backward(X, y)
+    close(loss, criterion((stages[0](X) + logits).detach(), y))
+    assert stages[0].weight.grad.isfinite().all()
+
+
+def test_a_caller_in_inference_mode_is_told():
+    pipeline = Pipeline(cut(mlp(), 2), ["cpu"] * 2, nn.MSELoss(), 2)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"[Ii]nference"):
+        pipeline.forward_backward(torch.randn(4, 6).double(), torch.randn(4, 5).double())
+
+
+def test_losses_of_16_bits_are_added_up_wide():
+    model = nn.Linear(4, 4).bfloat16()
+    X, y = torch.randn(64, 4).bfloat16(), torch.randn(64, 4).bfloat16()
+    pipeline = Pipeline([model], ["cpu"], nn.MSELoss(), 64)
+    losses = [nn.MSELoss()(model(row), target) for row, target in zip(X, y, strict=True)]
+    close(pipeline.forward_backward(X, y), sum(loss.float() for loss in losses) / 64, rtol=1e-3)
+
+
+def test_a_layer_in_place_may_come_behind_a_view():
+    build = partial(nn.Sequential, nn.Linear(4, 4), nn.Flatten(), nn.ReLU(inplace=True))
+    model = build().double()
+    X, y = torch.randn(6, 4).double(), torch.randn(6, 4).double()
+    Pipeline([model[:1], model[1:]], ["cpu"] * 2, nn.MSELoss(), 3).forward_backward(X, y)
+    expected = torch.autograd.grad(nn.MSELoss()(model(X), y), list(model.parameters()))
+    close(grads(model), list(expected))
+
+
+def test_class_weights_follow_the_last_device():
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(3))
+    Pipeline([nn.Linear(2, 2), nn.Linear(2, 3)], ["cpu", "meta"], criterion, 2)
+    assert criterion.weight.device.type == "meta"

@@ -326,3 +326,47 @@ def test_what_is_live_and_how_much_was_at_most():
     assert list(stage.live) == [2] and stage.peak == 3
     stage.forward(7, torch.ones(2, 6))
     assert list(stage.live) == [2, 7] and stage.peak == 3
+
+
+class Counting(nn.Module):
+    """Multiplies by the number of the call, which it keeps in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("calls", torch.tensor(0.0))
+
+    def forward(self, X):
+        self.calls = self.calls + 1
+        return (X * self.weight * self.calls).tanh()
+
+
+def test_recomputing_works_on_the_buffers_of_its_own_forward_pass():
+    results = []
+    for recompute in (False, True):
+        module = Counting()
+        stage, X = Stage(module, recompute), torch.ones(2, requires_grad=True)
+        for i in range(3):
+            stage.forward(i, X)
+        for i in range(3):
+            stage.backward(i, torch.ones(2))
+        results.append((module.weight.grad, X.grad, module.calls))
+    close(results[1], results[0])
+    assert results[0][2] == 3
+
+
+def test_measuring_without_gradients_switched_on():
+    layers = [nn.Linear(64, 64), nn.Linear(64, 64)]
+    calls = []
+    layers[0].weight.register_hook(lambda grad: calls.append(1))
+    with torch.no_grad():
+        layer_seconds(layers, torch.randn(8, 64), rounds=3)
+    assert len(calls) == 2 + 3
+
+
+def test_measuring_gives_gradients_back_after_an_error():
+    layer = nn.Linear(3, 3)
+    layer.weight.grad = torch.ones(3, 3)
+    with pytest.raises(RuntimeError):
+        layer_seconds([layer], torch.randn(2, 4))
+    assert torch.equal(layer.weight.grad, torch.ones(3, 3))

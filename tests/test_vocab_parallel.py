@@ -280,3 +280,25 @@ def test_what_does_not_fit_is_an_error():
             "no more ignored": "target -100 is none of the 7 classes",
             "reduction": ('reduction is \'average\', which is none of "mean", "sum", "none"'),
         }
+
+
+def test_a_gradient_of_the_gradient_is_refused():
+    def twice(rank, k):
+        logits = torch.randn(3, 4, requires_grad=True)
+        loss = vocab_parallel_cross_entropy(logits, torch.tensor([0, 1, 7]), 4 * k)
+        with pytest.raises(NotImplementedError, match="own gradient"):
+            torch.autograd.grad(loss, logits, create_graph=True)
+
+    launch(twice, 2, timeout=LIMIT)
+
+
+def test_a_rank_outside_of_the_group_is_told_so():
+    def outside(rank, k):
+        group = dist.new_group([0])
+        if rank == 1:
+            with pytest.raises(ValueError, match="no member of the group"):
+                vocab_parallel_cross_entropy(torch.ones(1, 2), torch.tensor([0]), 2, group)
+            with pytest.raises(ValueError, match="no member of the group"):
+                ColumnParallelLinear(2, 2, group=group)
+
+    launch(outside, 2, timeout=LIMIT)
