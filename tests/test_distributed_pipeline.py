@@ -546,7 +546,8 @@ def test_a_rank_that_does_something_else_is_found_out():
 
 def test_what_cannot_be_sent_is_refused_where_it_was_made():
     def refuse(rank, k):
-        stage = nn.Unflatten(1, (1,) * 8 + (6,)) if rank == 0 else nn.Flatten()
+        deep = nn.Sequential(nn.Linear(6, 6).double(), nn.Unflatten(1, (1,) * 8 + (6,)))
+        stage = deep if rank == 0 else nn.Flatten()
         pipeline = DistributedPipeline(stage, nn.MSELoss(), 1, timeout=3)
         return attempt(pipeline.forward_backward, *given(*batch(), rank, k))
 
@@ -574,3 +575,24 @@ def test_a_schedule_that_sends_in_another_order_than_it_receives_is_refused():
 
     for kind, text, *_ in launch(refuse, 2, timeout=LIMIT):
         assert kind == "ValueError" and "stage 1 goes forward with micro-batches in another" in text
+
+
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B"])
+def test_gradients_are_those_of_torchs_own_pipeline(name):
+    def compare(rank, k):
+        from torch.distributed import pipelining
+
+        stages = [cut(mlp(), k)[rank] for _ in range(2)]
+        X, y = batch(12)
+        schedule = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b}[name]
+        DistributedPipeline(stages[0], nn.MSELoss(), 4, schedule).forward_backward(X, y)
+        theirs = pipelining.PipelineStage(stages[1], rank, k, torch.device("cpu"))
+        arguments = (X,) if rank == 0 else ()
+        getattr(pipelining, name)(theirs, 4, loss_fn=nn.MSELoss()).step(
+            *arguments, target=y if rank == k - 1 else None, losses=[]
+        )
+        return grads(stages[0]), grads(stages[1])
+
+    for ours, theirs in launch(compare, 2, timeout=LIMIT):
+        close(ours, theirs)
+        assert all(grad.any() for grad in theirs)
