@@ -66,9 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
         exps = shifted.exp_()
         sums = torch.stack([exps.sum(-1), picked])  # (2, …)
         ranks.allreduce(sums, group=group)
-        probs = exps.div_(sums[0][..., None])
-        ctx.save_for_backward(probs, place, is_own, kept)
-        ctx.dtype = logits.dtype
+        ctx.save_for_backward(exps.div_(sums[0][..., None]), place, is_own, kept)
         return torch.where(kept, sums[0].log() - sums[1], 0)
 
     @staticmethod
@@ -78,7 +76,7 @@ class _CrossEntropy(torch.autograd.Function):
         probs, place, is_own, kept = ctx.saved_tensors
         logits_grad = probs.scatter_add(-1, place, -is_own[..., None].to(probs.dtype))
         logits_grad *= torch.where(kept, grad, 0)[..., None]
-        return logits_grad.to(ctx.dtype), None, None, None, None
+        return logits_grad, None, None, None, None
 
 
 def _own_classes(num_classes: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
