@@ -2,8 +2,8 @@
 
 The plain split is the schedule ``sequential`` with a single micro-batch: while one rank works, the
 other waits. With m micro-batches a pipeline of p stages can be m·p/(m + p - 1) times as fast. A
-core stands for a device here: every rank computes with one thread. One contender of the plain split has
-two, and so what a single process could have.
+core stands for a device here, so every rank computes with one thread; one contender of the plain
+split has two, and thereby both cores of a machine that has two.
 """
 
 from statistics import median
