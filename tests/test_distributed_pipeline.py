@@ -578,7 +578,11 @@ def test_a_schedule_that_sends_in_another_order_than_it_receives_is_refused():
         assert kind == "ValueError" and "stage 1 goes forward with micro-batches in another" in text
 
 
-@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B"])
+OLD = torch.__version__.startswith("2.6.")  # its 1F1B hangs over gloo
+no_old = pytest.mark.skipif(OLD, reason="torch 2.6 hangs")
+
+
+@pytest.mark.parametrize("name", ["ScheduleGPipe", pytest.param("Schedule1F1B", marks=no_old)])
 def test_gradients_are_those_of_torchs_own_pipeline(name):
     def compare(rank, k):
         from torch.distributed import pipelining
