@@ -21,13 +21,13 @@ from .distributed_pipeline import DistributedPipeline
 from .launcher import RankError, launch
 from .network import init_params, lenet, loss, sgd
 from .parallel_loss import ChunkedLoss, DataParallelCriterion
+from .partition import cut
 from .pipeline import Pipeline, SplitModel
 from .pipeline_schedules import Action, gpipe, one_f_one_b, sequential
 from .ranks import MismatchError, PeerError
 from .sampler import DistributedSampler
 from .scattering import gather, scatter
 from .schedules import Move, direct, halving_doubling, recursive_doubling, ring, star, tree
-from .stages import cut
 from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from .training import (
     History,

@@ -24,6 +24,7 @@ from .pipeline_schedules import (
     Action,
     PipelineSchedule,
     Span,
+    check_order,
     one_f_one_b,
     own_actions,
     source,
@@ -176,12 +177,14 @@ class DistributedPipeline(nn.Module):
         mail = Mail(self, f"of {kind} {self._calls}", X_parts, stage)
         try:
             yield mail
-            wait_for(mail.sent)
+            for future in mail.sent:  # each has the limit of its message
+                future.result()
         except BaseException as error:
             self.transport.broken = self.transport.broken or f"{type(error).__name__}: {error}"
-            for future in mail.sent:  # what went wrong first
-                if future.done() and future.exception():
-                    raise future.exception() from error
+            errors = [future.exception() for future in mail.sent if future.done()]
+            first = next(filter(None, errors), error)  # that of the thread explains ours
+            if first is not error:
+                raise first from error
             raise
 
     def receive(self, action: Action, words: str) -> torch.Tensor:
@@ -221,28 +224,3 @@ class Mail:
         there = target(action, len(self.pipeline.ranks))
         if there and result is not None:
             self.sent.append(self.pipeline.send(action, self.words, there.stage, result))
-
-
-def wait_for(sent: list[Future]) -> None:
-    """Wait until all is sent; raise the first error."""
-    for future in sent:
-        future.result()
-
-
-def check_order(ticks: list[list[Action]], num_stages: int) -> None:
-    """Check that between two stages micro-batches are worked on in the order of their sending.
-
-    Raises:
-        ValueError: naming the stage that does not.
-    """
-    for stage in range(num_stages):
-        for kind in ("forward", "backward"):
-            own = [a for a in own_actions(ticks, stage) if a.kind == kind]
-            there = target(own[0], num_stages)
-            if there:
-                later = [a for a in own_actions(ticks, there.stage) if a.kind == kind]
-                if [a.microbatch for a in own] != [a.microbatch for a in later]:
-                    raise ValueError(
-                        f"stage {there.stage} goes {kind} with micro-batches in another order than "
-                        f"stage {stage}, which sends them"
-                    )

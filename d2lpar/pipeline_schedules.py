@@ -133,6 +133,25 @@ def check_pipeline(ticks: list[list[Action]], num_stages: int, num_microbatches:
                     raise ValueError(f"{_words(Action(s, i, kind))} is missing")
 
 
+def check_order(ticks: list[list[Action]], num_stages: int) -> None:
+    """Check that between two stages micro-batches are worked on in the order of their sending.
+
+    Raises:
+        ValueError: naming the stage that does not.
+    """
+    for stage in range(num_stages):
+        for kind in ("forward", "backward"):
+            own = [a for a in own_actions(ticks, stage) if a.kind == kind]
+            there = target(own[0], num_stages)
+            if there:
+                later = [a for a in own_actions(ticks, there.stage) if a.kind == kind]
+                if [a.microbatch for a in own] != [a.microbatch for a in later]:
+                    raise ValueError(
+                        f"stage {there.stage} goes {kind} with micro-batches in another order than "
+                        f"stage {stage}, which sends them"
+                    )
+
+
 def _check_action(action: Action, num_stages: int, num_microbatches: int) -> None:
     s, i, kind = action
     if not (0 <= s < num_stages and 0 <= i < num_microbatches) or kind not in (

@@ -22,9 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from .cost import closed_form
 from .devices import num_bytes
 from .models import Copy, Sum
+from .partition import balance
 from .pipeline_schedules import bubble, live_counts, one_f_one_b, predict
 from .schedules import ring
-from .stages import balance
 
 SPLITS = ("one device", "data", "pipeline", "tensor")
 ATTENTION = MappingProxyType(  # the CPU's kernel, which torch's counter does not know

@@ -51,6 +51,7 @@ ORDER = (
     "memory",
     "iteration",
     "stages",
+    "partition",
     "pipeline",
     "distributed_pipeline",
     "tensor_parallel",
