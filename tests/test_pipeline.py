@@ -81,19 +81,6 @@ def accumulated(model, criterion, X, y, m, weights=None):
     return grads(model)
 
 
-class Momentum:
-    def __init__(self, module):
-        self.params = list(module.parameters())
-        self.velocity = [torch.zeros_like(param) for param in self.params]
-
-    @torch.no_grad()
-    def step(self):
-        for param, velocity in zip(self.params, self.velocity, strict=True):
-            velocity.mul_(0.9).add_(param.grad)
-            param -= 0.1 * velocity
-            param.grad = None
-
-
 # The definition: what the pipeline trains is what the model would be.
 
 
@@ -107,7 +94,7 @@ class Momentum:
 def test_several_steps_train_the_same_model(schedule, p, m, more, recompute):
     whole, model = pair()
     pipeline = pipe(model, p, m, schedule, recompute=recompute)
-    ours, theirs = Momentum(model), Momentum(whole)
+    ours, theirs = (torch.optim.SGD(net.parameters(), 0.1, 0.9) for net in (model, whole))
     for step in range(3):
         rows = m + (more + step) % 10
         X, y = randn(rows, 6, seed=step), randn(rows, 5, seed=10 + step)
@@ -115,8 +102,9 @@ def test_several_steps_train_the_same_model(schedule, p, m, more, recompute):
         close(loss, grads_of(whole, nn.MSELoss(), X, y)[0])
         assert not loss.requires_grad
         close(grads(model), grads(whole))
-        ours.step()
-        theirs.step()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
     close(list(model.parameters()), list(whole.parameters()))
 
 
