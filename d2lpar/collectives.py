@@ -1,8 +1,9 @@
 """Run a schedule on a list of tensors, one a device: allreduce, broadcast, and their parts.
 
 Everything here happens in one process, in place, the way the book writes ``allreduce(data)``. The
-schedule says who sends what to whom; ``run_schedule`` does just that, one move after the other.
-Messages between positions that share a memory need no copy: the receiver reads the sender's tensor.
+schedule says who sends what to whom; ``run_schedule`` does just that, step by step. Messages
+between positions that share a memory need no copy: the receiver reads the sender's tensor, unless
+the same step writes to it.
 Notebooks 02 and 03 build this file.
 """
 
@@ -14,7 +15,15 @@ import torch
 
 from .checks import check_alike, check_memory, check_tensors
 from .devices import move
-from .schedules import Schedule, check_moves, num_chunks, one_by_one, ring, star, tree_broadcast
+from .schedules import (
+    Schedule,
+    checked_steps,
+    num_chunks,
+    ring,
+    sent_and_written,
+    star,
+    tree_broadcast,
+)
 
 OPS = ("sum", "mean", "max", "min", "product")
 
@@ -38,8 +47,9 @@ def ring_allreduce(data: Sequence[torch.Tensor]) -> None:
 def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str = "sum") -> None:
     """Reduce in place: afterwards every tensor of ``data`` holds the reduction of all of them.
 
-    They are equal to the last bit, on all devices and in every run. float16 and bfloat16
-    (and narrower ones) travel and are reduced as float32, and are rounded once, at the end.
+    The sum, mean, max or min of finite numbers is equal to the last bit, on all devices and in
+    every run. float16 and bfloat16 (and narrower ones) travel and are reduced as float32, and are
+    rounded once, at the end.
 
     Args:
         data: one tensor a device, all of one shape and dtype, contiguous or not.
@@ -48,18 +58,17 @@ def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str =
 
     Raises:
         ValueError: ``data`` is empty; two of its tensors differ in shape or dtype, are the same or
-            share memory; one requires gradients outside ``no_grad``; or ``op`` is unknown, or not
-            defined for the dtype (the mean of integers).
+            share memory; one requires gradients outside ``no_grad``; ``op`` is unknown, or not
+            defined for the dtype (the mean of integers); or see ``schedules.check_steps``.
         TypeError: ``data`` is no list of tensors, or ``schedule`` no function.
     """
     _check(data, op)
     if not callable(schedule):
         raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
-    steps = schedule(len(data))
-    check_moves(steps, len(data))
+    steps = checked_steps(schedule, len(data))
     flats = [flatten(tensor, widen=True) for tensor in data]
     bounds = bounds_of(flats[0].tensor_split(num_chunks(steps)))
-    run_schedule(map(one_by_one, steps), flats, bounds, op)
+    run_schedule(steps, flats, bounds, op)
     divide(flats, op, len(data))
     put_back(data, flats)
 
@@ -117,25 +126,26 @@ def broadcast(data: Sequence[torch.Tensor], src: int = 0) -> None:
 def run_schedule(
     steps, flats: list[torch.Tensor], bounds: Sequence[int] = (), op: str = "sum"
 ) -> None:
-    """Do every move of ``steps`` on the flat tensors: chunk c is bounds[c] to bounds[c + 1].
-
-    One move after the other: a step with exchanges has to come from ``one_by_one``.
-    """
+    """Run all ``steps`` in place on the flat tensors: chunk c is bounds[c] to bounds[c + 1]."""
     part = cache(lambda r, chunk: part_of(flats[r], chunk, bounds))  # each view is made once
-    reduce_into = reducer(op)
+    n = num_chunks(steps)
     for step in steps:
-        for src, dst, chunk, reduces in step:
-            message = move(part(src, chunk), flats[dst].device, src, dst)
-            if reduces:
-                reduce_into(part(dst, chunk), message)
+        messages, overlaps = [], sent_and_written(step, n)
+        for m in step:  # take all messages before writing any
+            message = move(part(m.src, m.chunk), flats[m.dst].device, m.src, m.dst)
+            messages.append(message.clone() if overlaps else message)
+        for m, message in zip(step, messages, strict=True):
+            if m.reduce:
+                reducer(op, m.src < m.dst)(part(m.dst, m.chunk), message)
             else:
-                part(dst, chunk).copy_(message)
+                part(m.dst, m.chunk).copy_(message)
 
 
 def reducer(op: str, message_first: bool = False) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """Return the function that reduces its second tensor, a message, into its first.
 
-    Which of the two is the first operand shows only in the sign of a zero (max, min) or of NaN.
+    The first operand is the lower participant's tensor, so that two that exchange a chunk compute
+    the same bits. The order shows only in the sign of a zero (max, min) or of NaN.
     """
     function = {
         "sum": torch.add,

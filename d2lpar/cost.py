@@ -13,7 +13,7 @@ from itertools import accumulate
 from .schedules import (
     Move,
     Schedule,
-    check_moves,
+    check_steps,
     direct,
     halving_doubling,
     num_chunks,
@@ -62,12 +62,12 @@ def walk(
         itemsize: bytes an element: a chunk is a whole number of elements.
 
     Raises:
-        ValueError: ``k`` or ``itemsize`` is not positive, another number is negative, or ``nbytes``
-            is no multiple of ``itemsize``.
+        ValueError: ``k`` or ``itemsize`` is not positive, another number is negative, ``nbytes`` is
+            no multiple of ``itemsize``, or see ``schedules.check_steps``.
     """
     _check(k, nbytes, alpha, beta, itemsize)
     steps = schedule(k)
-    check_moves(steps, k)
+    check_steps(steps, k)
     sent, received, seconds = [0] * k, [0] * k, 0.0
     links = defaultdict(int)
     for messages in _messages(steps, nbytes, itemsize):

@@ -28,10 +28,8 @@ from .collectives import (
 from .lanes import CHANNELS, Lanes, SharedMemory
 from .schedules import (
     Schedule,
-    check_moves,
     check_steps,
     direct,
-    exchanges,
     num_chunks,
     recursive_doubling,
     ring,
@@ -252,14 +250,12 @@ class _Step(NamedTuple):
 def _own_moves(schedule, k: int, member: int, op: str, *args) -> tuple[list[_Step], int]:
     """Return the moves of one member, step by step, and into how many chunks the tensor is cut."""
     steps = schedule(k, *args)
-    check_moves(steps, k)
-    check_steps(steps)
+    check_steps(steps, k)
     own = []
     for step in steps:
-        exchanged = exchanges(step)
         sends = [(m.dst, m.chunk) for m in step if m.src == member]
         receives = [
-            (m.src, m.chunk, reducer(op, m in exchanged and m.src < member) if m.reduce else take)
+            (m.src, m.chunk, reducer(op, m.src < member) if m.reduce else take)
             for m in step
             if m.dst == member
         ]

@@ -13,6 +13,7 @@ operations in MPICH" (2005).
 
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -141,66 +142,67 @@ def chunks_of(move: Move, n: int) -> range:
     return move.chunk if isinstance(move.chunk, range) else range(move.chunk, move.chunk + 1)
 
 
-def check_moves(steps: list[list[Move]], k: int) -> None:
-    """Check that each move is between two of ``k`` participants and names chunks that can be.
+def check_steps(steps: list[list[Move]], k: int) -> None:
+    """Check that the moves of each step, between ``k`` participants, can happen at the same time.
+
+    A chunk that is sent must not be written in the same step: nobody could say which comes first.
+    The exception is an exchange: two participants that send each other the same chunk, to reduce
+    it, and nothing else in this step.
 
     Raises:
-        ValueError: naming the first move that is not so.
+        ValueError: naming the step, and the move or the participant and chunk.
     """
     for step in steps:
         for m in step:
-            if m.src == m.dst or not (0 <= m.src < k and 0 <= m.dst < k):
-                raise ValueError(f"{m} does not send a chunk between two of {k} participants")
-            chunks = chunks_of(m, 1)
-            if not chunks or chunks.start < 0 or chunks.step != 1:
-                raise ValueError(f"{m} names no chunk: a number from 0, a range of them, or None")
+            _check_move(m, k)
+    n = num_chunks(steps)
+    for number, step in enumerate(steps, start=1):
+        clashes = sent_and_written(step, n)
+        if not clashes:
+            continue
+        touched = Counter((r, c) for m in step for c in chunks_of(m, n) for r in (m.src, m.dst))
+        exchanged = {(m.dst, c) for m in exchanges(step) for c in chunks_of(m, n)}
+        for participant, chunk in clashes:
+            if (participant, chunk) not in exchanged or touched[participant, chunk] > 2:
+                raise ValueError(
+                    f"in step {number} participant {participant} sends chunk {chunk} while it is "
+                    "overwritten: all moves of a step happen at the same time. Use two steps, or "
+                    "let two participants send each other the chunk, so that both reduce it."
+                )
+
+
+def _check_move(m: Move, k: int) -> None:
+    if m.src == m.dst or not (0 <= m.src < k and 0 <= m.dst < k):
+        raise ValueError(f"{m} does not send a chunk between two of {k} participants")
+    chunks = chunks_of(m, 1)
+    if not chunks or chunks.start < 0 or chunks.step != 1:
+        raise ValueError(f"{m} names no chunk: a number from 0, a range of them, or None")
+
+
+def sent_and_written(step: list[Move], n: int) -> set[tuple[int, int]]:
+    """Return each (participant, chunk) that is sent and written in a step, of ``n`` chunks."""
+    chunks = [chunks_of(m, n) for m in step]
+    sent = {(m.src, c) for m, own in zip(step, chunks, strict=True) for c in own}
+    return sent & {(m.dst, c) for m, own in zip(step, chunks, strict=True) for c in own}
 
 
 def exchanges(step: list[Move]) -> set[Move]:
-    """Return the moves of a step by which two participants send each other a chunk, to reduce it.
-
-    Both compute the same: the chunk of the lower participant is the first operand, that of the
-    higher one the second.
-    """
-    moves = set(step)
-    return {m for m in step if m.reduce and (m.dst, m.src, m.chunk, True) in moves}
-
-
-def one_by_one(step: list[Move]) -> list[Move]:
-    """Return the moves of a step for an executor that makes them one after the other.
-
-    Of two that exchange a chunk, the lower reduces, and then the higher takes the result.
-    """
-    exchanged = exchanges(step)
-    second = [m for m in step if m in exchanged and m.src < m.dst]
-    return [m for m in step if m not in second] + [m._replace(reduce=False) for m in second]
+    """Return the moves by which two participants send each other one chunk, and no more."""
+    moves, messages = set(step), Counter((m.src, m.dst) for m in step)
+    return {
+        m
+        for m in step
+        if m.reduce and (m.dst, m.src, m.chunk, True) in moves
+        if messages[m.src, m.dst] == messages[m.dst, m.src] == 1
+    }
 
 
-def check_steps(steps: list[list[Move]]) -> None:
-    """Check that nobody's chunk is both sent and written in one step, except by an exchange.
-
-    Two that exchange a chunk send each other nothing else in the step.
-
-    Raises:
-        ValueError: naming step, participant and chunk.
-    """
-    n = num_chunks(steps)
-    for number, step in enumerate(steps, start=1):
-        sent = Counter((m.src, c) for m in step for c in chunks_of(m, n))
-        written = Counter((m.dst, c) for m in step for c in chunks_of(m, n))
-        messages = Counter((m.src, m.dst) for m in step)
-        exchanged = {
-            (m.dst, c)
-            for m in exchanges(step)
-            if messages[m.src, m.dst] == messages[m.dst, m.src] == 1
-            for c in chunks_of(m, n)
-        }
-        for place in sent.keys() & written.keys():
-            if place not in exchanged or sent[place] + written[place] > 2:
-                raise ValueError(
-                    f"in step {number} participant {place[0]} sends chunk {place[1]} while it is "
-                    "overwritten"
-                )
+@lru_cache(maxsize=128)
+def checked_steps(schedule: Schedule, k: int) -> list[list[Move]]:
+    """Return ``schedule(k)``, checked once by ``check_steps``: do not change the lists."""
+    steps = schedule(k)
+    check_steps(steps, k)
+    return steps
 
 
 def holdings(steps: list[list[Move]], k: int) -> list[list[list[tuple[int, ...]]]]:
@@ -210,9 +212,9 @@ def holdings(steps: list[list[Move]], k: int) -> list[list[list[tuple[int, ...]]
     is in that chunk; one that was added twice stands there twice. Step 0 is the start.
 
     Raises:
-        ValueError: see ``check_moves``.
+        ValueError: see ``check_steps``.
     """
-    check_moves(steps, k)
+    check_steps(steps, k)
     n = num_chunks(steps)
     states = [[[(participant,)] * n for participant in range(k)]]
     for step in steps:
@@ -229,13 +231,9 @@ def verify_allreduce(schedule: Schedule, k: int) -> None:
     """Check that ``schedule(k)`` leaves everyone with every contribution exactly once.
 
     Raises:
-        ValueError: it does not, and who holds what instead; or a move is not between two of the
-            participants; or a chunk is sent and overwritten in one step by other moves than an
-            exchange, so that the outcome would hang on which comes first.
+        ValueError: it does not, and who holds what instead; or see ``check_steps``.
     """
-    steps = schedule(k)
-    check_steps(steps)
-    for participant, held in enumerate(holdings(steps, k)[-1]):
+    for participant, held in enumerate(holdings(schedule(k), k)[-1]):
         for chunk, contributions in enumerate(held):
             if contributions != tuple(range(k)):
                 raise ValueError(

@@ -97,6 +97,14 @@ def test_every_device_gets_the_same_bits_in_every_run(schedule, k):
         assert all(torch.equal(t, runs[0][0]) for data in runs for t in data)
 
 
+def test_an_exchange_gives_both_the_same_zero():
+    for op in ("max", "min"):
+        for zeros in ((0.0, -0.0), (-0.0, 0.0)):
+            data = [torch.full((64,), zero) for zero in zeros]
+            allreduce(data, recursive_doubling, op)
+            assert torch.equal(data[0].signbit(), data[1].signbit())
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 def test_low_precision_is_rounded_once_and_travels_as_float32(schedule, dtype):

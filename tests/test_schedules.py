@@ -4,7 +4,8 @@ from math import ceil, log2
 import pytest
 import torch
 
-from d2lpar import allreduce, cost
+from d2lpar import allreduce, cost, plot
+from d2lpar.collectives import run_schedule
 from d2lpar.schedules import (
     Move,
     check_steps,
@@ -13,9 +14,9 @@ from d2lpar.schedules import (
     halving_doubling,
     holdings,
     num_chunks,
-    one_by_one,
     recursive_doubling,
     ring,
+    sent_and_written,
     star,
     tree,
     tree_broadcast,
@@ -120,7 +121,7 @@ def test_recursive_doubling_exchanges_whole_tensors_in_the_fewest_steps(k):
     assert num_chunks(steps) == 1
     for step in doubling:
         assert exchanges(step) == set(step) and len(step) == p
-    check_steps(steps)
+    check_steps(steps, k)
 
 
 @pytest.mark.parametrize("k", range(1, 10))
@@ -235,10 +236,43 @@ def test_a_move_that_cannot_be_is_an_error_that_names_it(move):
     ],
 )
 def test_a_chunk_must_not_be_sent_and_overwritten_in_one_step_but_by_an_exchange(step):
-    with pytest.raises(
-        ValueError, match=r"in step 2 participant \d sends chunk [01] while it is over"
+    def wrong(k):
+        return [[Move(0, 1, None, True)], step]
+
+    data = [torch.ones(4) for _ in range(3)]
+    for use in (
+        lambda: verify_allreduce(wrong, 3),
+        lambda: holdings(wrong(3), 3),
+        lambda: cost.walk(wrong, 3, 40),
+        lambda: plot.schedule(wrong, 3),
+        lambda: allreduce(data, wrong),
     ):
-        verify_allreduce(lambda k: [[Move(0, 1, None, True)], step], 3)
+        with pytest.raises(
+            ValueError, match=r"in step 2 participant \d sends chunk [01] while it is overwritten"
+        ):
+            use()
+    assert all(tensor.tolist() == [1] * 4 for tensor in data)
+
+
+@pytest.mark.parametrize("k", (2, 3, 4, 6))
+def test_the_ring_in_two_steps_is_refused_by_all(k):
+    """All r to r + 1 at once, then copies: made one by one, its moves would give right sums."""
+
+    def impossible(k):
+        around = [Move(r, r + 1, None, True) for r in range(k - 1)]
+        return [around, [Move(k - 1, r, None, False) for r in range(k - 1)]]
+
+    data = [torch.ones(4) for _ in range(k)]
+    if k > 2:
+        for use in (
+            lambda: allreduce(data, impossible),
+            lambda: cost.walk(impossible, k, 16),
+            lambda: holdings(impossible(k), k),
+        ):
+            with pytest.raises(ValueError, match="in step 1 participant 1 sends chunk 0"):
+                use()
+    run_schedule(impossible(k), data)  # unchecked, it gives what its moves say: r holds r - 1 and r
+    assert [tensor[0].item() for tensor in data] == [2.0] * k
 
 
 def test_an_exchange_is_two_moves_of_one_chunk_that_both_reduce():
@@ -246,16 +280,14 @@ def test_an_exchange_is_two_moves_of_one_chunk_that_both_reduce():
     aside = [Move(0, 2, 2, True), Move(1, 2, 3, False)]
     assert exchanges(swap + aside) == set(swap)
     assert exchanges(aside) == exchanges([]) == set()
-    check_steps([swap + aside])
+    check_steps([swap + aside], 4)
 
 
-def test_one_by_one_the_lower_reduces_and_the_higher_takes_the_result():
-    there, back, other = Move(0, 1, None, True), Move(1, 0, None, True), Move(2, 3, None, True)
-    for step in ([there, back, other], [other, back, there]):
-        in_turn = one_by_one(step)
-        assert in_turn.index(back) < in_turn.index(Move(0, 1, None, False))
-        assert other in in_turn and len(in_turn) == 3
-    assert one_by_one(ring(4)[0]) == ring(4)[0]
+def test_what_is_sent_and_written_in_one_step():
+    step = [Move(0, 1, range(2), True), Move(1, 2, 1, True), Move(2, 3, 0, True)]
+    assert sent_and_written(step, 2) == {(1, 1)}
+    assert sent_and_written([*step, Move(3, 2, None, False)], 2) == {(1, 1), (2, 0), (3, 0)}
+    assert sent_and_written(ring(4)[0], 4) == set()
 
 
 def test_the_number_of_chunks_is_one_more_than_the_largest_named():
