@@ -16,7 +16,7 @@ from d2lpar import (
     reduce_scatter,
     ring_allreduce,
 )
-from d2lpar.collectives import OPS
+from d2lpar.collectives import OPS, run_schedule
 from d2lpar.schedules import Move, direct, halving_doubling, recursive_doubling, ring, star, tree
 
 SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)
@@ -95,6 +95,16 @@ def test_every_device_gets_the_same_bits_in_every_run(schedule, k):
         for data in runs:
             allreduce(data, schedule, "mean")
         assert all(torch.equal(t, runs[0][0]) for data in runs for t in data)
+
+
+@pytest.mark.parametrize("k", (2, 3, 4, 7))
+def test_the_executor_takes_all_messages_of_a_step_before_it_writes(k):
+    data = [torch.full((5,), 10.0**r) for r in range(k)]
+    run_schedule(recursive_doubling(k), data)
+    assert [tensor.tolist() for tensor in data] == [[sum(10.0**r for r in range(k))] * 5] * k
+    swap = [torch.tensor([r]) for r in range(2)]
+    run_schedule([[Move(0, 1, None, False), Move(1, 0, None, False)]], swap)
+    assert [tensor.item() for tensor in swap] == [1, 0]
 
 
 def test_an_exchange_gives_both_the_same_zero():

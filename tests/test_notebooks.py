@@ -17,7 +17,11 @@ import psutil
 import pytest
 import run_notebooks
 import saved_cells
+import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from d2lpar import launch
+from d2lpar.schedules import recursive_doubling
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -198,6 +202,21 @@ def test_names():
     assert names
     assert all(re.fullmatch(r"\d\d_[a-z0-9_]+\.ipynb", name) for name in names), names
     assert [int(name[:2]) for name in names] == list(range(1, len(names) + 1)), names
+
+
+def test_the_executor_between_ranks_of_notebook_03_takes_exchanges_too():
+    nb = nbformat.read(ROOT / "notebooks" / "03_allreduce.ipynb", as_version=4)
+    [cell] = [c.source for c in code(nb) if c.source.startswith("def run_my_moves")]
+    imports = "import torch, torch.distributed as dist\nfrom itertools import accumulate\n"
+    imports += "from d2lpar.collectives import part_of\nfrom d2lpar.schedules import num_chunks\n"
+    exec(imports + cell, names := {"__name__": "__main__"})
+
+    def add_up(rank, world_size):
+        tensor = torch.full((5,), 10.0**rank)
+        names["run_my_moves"](recursive_doubling(world_size), tensor, rank)
+        return tensor.tolist()
+
+    assert launch(add_up, 4, timeout=60) == [[1111.0] * 5] * 4
 
 
 # The checks, checked
