@@ -58,8 +58,8 @@ ifneq ($(shell $(PY) -S -c "print(open('$(INSTALLED)').read())" 2>/dev/null),$(C
 endif
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	    echo "Python 3.10 or newer is needed, and $(PYTHON) is not:" \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Python 3.11 or newer is needed, and $(PYTHON) is not:" \
 	        "install one, then for instance: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	    echo "$(PYTHON) cannot make virtual environments: install its venv module" \

@@ -199,11 +199,7 @@ def _call(where: str, modes: list, module: Callable, args: Sequence[Any], kwargs
                 stack.enter_context(mode)
             return module(*args, **kwargs)
     except Exception as error:
-        note = f"This was the replica on {where}."
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:  # Python 3.10
-            error.args = (f"{error}\n{note}",)
+        error.add_note(f"This was the replica on {where}.")
         raise
 
 

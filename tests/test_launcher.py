@@ -781,7 +781,6 @@ def test_what_a_rank_has_started_ends_with_it():
             wait_until(lambda pid=pid: not alive(pid), "the end of a rank's child")
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="older Pythons know no safe path")
 def test_a_folder_with_files_named_as_modules_does_not_disturb(tmp_path):
     for name in ("random.py", "queue.py", "d2lpar.py"):
         (tmp_path / name).write_text("raise RuntimeError('imported by accident')\n")

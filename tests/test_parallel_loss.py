@@ -324,7 +324,7 @@ def test_an_error_says_on_which_device_it_was():
     parallel = DataParallelCriterion(criterion, [CPU] * 3, count=len)
     with pytest.raises(KeyError) as error:
         parallel(split(randn(3), 3), torch.arange(3))
-    assert "device 2 (cpu)" in f"{getattr(error.value, '__notes__', '')}{error.value}"
+    assert "device 2 (cpu)" in "".join(error.value.__notes__)
 
 
 @pytest.mark.parametrize(

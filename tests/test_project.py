@@ -8,16 +8,13 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pytest brings it
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(path for path in (ROOT / "d2lpar").glob("*.py") if path.stem != "__init__")
@@ -124,8 +121,20 @@ def test_pins_satisfy_pyproject():
 def test_environment_lists_nothing_of_its_own():
     text = re.sub(r"#.*", "", read("environment.yml"))
     entries = re.findall(r"^\s*-\s*(.*?)\s*$", text.partition("dependencies:")[2], flags=re.M)
-    python = "python" + project()["requires-python"]
-    assert entries == [python, "pip", "pip:", "-c constraints.txt", "-e .[dev]"]
+    python, *rest = entries
+    assert rest == ["pip", "pip:", "-c constraints.txt", "-e .[dev]"]
+    # One version: with ">=" conda takes the newest Python, for which wheels may be missing.
+    minor = re.fullmatch(r"python=(3\.\d+)", python).group(1)
+    assert SpecifierSet(project()["requires-python"]).contains(minor)
+
+
+def test_the_lowest_python_is_the_same_everywhere():
+    lowest = project()["requires-python"].removeprefix(">=")
+    ruff = tomllib.loads(read("pyproject.toml"))["tool"]["ruff"]["target-version"]
+    assert ruff == "py" + lowest.replace(".", "")
+    assert f"version_info < ({lowest.replace('.', ', ')})" in read("Makefile")
+    assert f"Python {lowest} or newer" in read("Makefile")
+    assert f"Python {lowest} or newer" in read("README.md")
 
 
 @each_module
