@@ -33,6 +33,7 @@ LABELS = (
     "ankle boot",
 )
 
+_PUBLISHED = "https://github.com/zalandoresearch/fashion-mnist"
 _UNSIGNED_BYTE = 0x08  # the only element type of MNIST's files
 _LARGEST = 1 << 30  # bytes; nothing near it is a file of this family
 _CHUNK = 1 << 20  # bytes to read at a time, so that memory grows with the file, not with its claims
@@ -64,7 +65,7 @@ class DataError(ValueError):
     """A data file is missing or wrong; the message names the file and what to do."""
 
     def __init__(self, path: Path, problem: str, remedy: str = ""):
-        remedy = remedy or "Restore it from the repository (git checkout data/) or fetch it anew."
+        remedy = remedy or "Restore it (git checkout data/) or download it again."
         super().__init__(f"{path}: {problem}. {remedy}")
 
 
@@ -90,8 +91,7 @@ def read_idx(path: str | Path, sha256: str | None = None) -> torch.Tensor:
                 if zipped:
                     _check_gzip_length(path, raw, file.tell())
     except (FileNotFoundError, NotADirectoryError):
-        remedy = "Pass root=, or set D2LPAR_DATA, to the folder that holds the four files."
-        raise DataError(path, "there is no such file", remedy) from None
+        raise DataError(path, "there is no such file", _where_to_find_it()) from None
     except IsADirectoryError:
         raise DataError(path, "this is a folder", "Name the file inside it.") from None
     except EOFError:
@@ -205,8 +205,8 @@ def load_data_fashion_mnist(
 
     Args:
         batch_size: examples in a minibatch.
-        root: the folder with the four files. None: the environment variable D2LPAR_DATA, else the
-            data/ of this repository.
+        root: the folder with the four files. None: what the environment variable D2LPAR_DATA
+            names, else data/ of this repository, of the working directory, or of its parent.
         seed: of the order of the examples, which is another one in each pass.
         device: where the data set lives. None: the first GPU, else the CPU.
 
@@ -214,12 +214,28 @@ def load_data_fashion_mnist(
         DataError: a file is missing or wrong, or images and labels do not belong together.
         ValueError: batch_size is not a positive int.
     """
-    root = Path(
-        root or os.environ.get("D2LPAR_DATA") or Path(__file__).parents[1] / "data"
-    ).expanduser()
+    root = Path(root or os.environ.get("D2LPAR_DATA") or _find_data()).expanduser()
     device = try_gpu() if device is None else torch.device(device)
     splits = [_load_split(root, *split) for split in (_TRAIN, _TEST)]
     return tuple(Minibatches(X.to(device), y.to(device), batch_size, seed) for X, y in splits)
+
+
+def _find_data() -> Path:
+    """Return the first folder that holds the data; an installed module has none beside it."""
+    name = _TRAIN[0][0]
+    folders = (Path(__file__).parents[1] / "data", Path("data"), Path("..", "data"))
+    for folder in folders:
+        if (folder / name).exists():
+            return folder
+    problem = f"it is in none of the folders {', '.join(map(str, folders))}"
+    raise DataError(Path(name), problem, _where_to_find_it())
+
+
+def _where_to_find_it() -> str:
+    return (
+        "Pass root=, or set D2LPAR_DATA, to a folder that holds the four files:"
+        f" data/ of d2lpar's repository, or what is published at {_PUBLISHED}"
+    )
 
 
 def _load_split(root: Path, images_file, labels_file) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,10 +8,12 @@ are the book's (Dive into Deep Learning, section "GPUs").
 """
 
 import platform
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -61,6 +63,10 @@ def hardware() -> str:
 
 
 def _processor() -> str:
+    if sys.platform == "darwin":  # where platform.processor() says no more than "arm"
+        with suppress(OSError, subprocess.CalledProcessError):
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.check_output(command, text=True).strip()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -4,6 +4,7 @@ import os
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,6 +191,33 @@ def test_root_wins_over_the_environment(tmp_path, monkeypatch):
         load_data_fashion_mnist(16)
     with pytest.raises(DataError, match="elsewhere"):
         load_data_fashion_mnist(16, root=tmp_path / "elsewhere")
+
+
+def test_an_installed_module_finds_the_data_near_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.delenv("D2LPAR_DATA", raising=False)
+    repository = Path(data.__file__).parents[1] / "data"
+    installed, notebooks = tmp_path / "installed", tmp_path / "course" / "notebooks"
+    notebooks.mkdir(parents=True)
+    (installed / "data").mkdir(parents=True)  # someone else's, without the four files
+    monkeypatch.setattr(data, "__file__", str(installed / "d2lpar" / "data.py"))
+    monkeypatch.chdir(notebooks)
+    with pytest.raises(DataError) as error:
+        load_data_fashion_mnist(16)
+    places = [str(installed / "data"), "data", "../data"]
+    assert all(place in str(error.value) for place in [*places, "root=", "D2LPAR_DATA", "https:"])
+
+    os.symlink(repository, tmp_path / "course" / "data")
+    for folder in (notebooks, notebooks.parent):
+        monkeypatch.chdir(folder)
+        assert len(load_data_fashion_mnist(16)[0].images) == 60_000
+
+
+def test_the_repositorys_data_win_over_those_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.delenv("D2LPAR_DATA", raising=False)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data", "train-images-idx3-ubyte.gz", b"something else")
+    monkeypatch.chdir(tmp_path)
+    assert len(load_data_fashion_mnist(16)[0].images) == 60_000
 
 
 @pytest.fixture(scope="module")

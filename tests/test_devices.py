@@ -1,11 +1,14 @@
+import platform
+import sys
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from d2lpar import Ledger, choose_devices, count_bytes, move, try_all_gpus, try_gpu
+from d2lpar import Ledger, choose_devices, count_bytes, devices, move, try_all_gpus, try_gpu
 from d2lpar.devices import describe, hardware, num_bytes
 
 
@@ -42,6 +45,26 @@ def test_a_wrong_number_of_devices_is_named(k):
 
 def test_one_device_is_not_called_virtual():
     assert describe([torch.device("cpu")]) == "cpu"
+
+
+def test_hardware_names_the_processor_of_a_mac(tmp_path, monkeypatch):
+    elsewhere = hardware()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware() == elsewhere  # there is no sysctl
+    sysctl = tmp_path / "sysctl"
+    sysctl.write_text('#!/bin/sh\n[ "$*" = "-n machdep.cpu.brand_string" ] && echo "Apple M4"\n')
+    sysctl.chmod(0o755)
+    assert "threads of Apple M4," in hardware()
+    sysctl.write_text("#!/bin/sh\nexit 1\n")
+    assert hardware() == elsewhere
+
+
+def test_hardware_without_cpuinfo(monkeypatch):
+    monkeypatch.setattr(devices, "Path", lambda name: Path("no such file"))
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert "threads of riscv64" in hardware()
 
 
 def test_hardware_names_threads_and_torch():
