@@ -39,3 +39,5 @@ from .training import (
     train_batch,
 )
 from .vocab_parallel import vocab_parallel_cross_entropy
+
+__version__ = "0.1.0"

@@ -128,6 +128,23 @@ def test_environment_lists_nothing_of_its_own():
     assert SpecifierSet(project()["requires-python"]).contains(minor)
 
 
+def test_the_version_stands_in_one_place_and_is_cited():
+    version = re.search(
+        r'^__version__ = "(\d+\.\d+\.\d+)"$', read("d2lpar/__init__.py"), flags=re.M
+    )
+    assert "version" in project()["dynamic"]
+    assert f"\nversion: {version.group(1)}\n" in read("CITATION.cff")
+
+
+def test_a_wheel_holds_every_folder_of_the_module_and_says_that_it_is_typed():
+    setuptools = tomllib.loads(read("pyproject.toml"))["tool"]["setuptools"]
+    assert setuptools["packages"]["find"]["include"] == ["d2lpar*"]
+    for name in setuptools["package-data"]["d2lpar"]:
+        assert (ROOT / "d2lpar" / name).is_file()
+    code = {path.parent for path in (ROOT / "d2lpar").rglob("*.py")}
+    assert [folder for folder in code if not (folder / "__init__.py").exists()] == []
+
+
 def test_the_lowest_python_is_the_same_everywhere():
     lowest = project()["requires-python"].removeprefix(">=")
     ruff = tomllib.loads(read("pyproject.toml"))["tool"]["ruff"]["target-version"]
