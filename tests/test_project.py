@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -175,7 +176,30 @@ def readme_commands():
 def test_ci_runs_the_two_commands_of_the_readme():
     lines = [line.partition("#")[0].strip() for line in read(".ci/run").splitlines()]
     steps = [line for line in lines if line and not line.startswith(("set ", "cd "))]
-    assert sorted(readme_commands()[:2]) == sorted(steps) == ["make notebooks", "make test"]
+    always = [step["run"] for step in workflow()["steps"] if "run" in step and "if" not in step]
+    commands = ["make notebooks", "make test"]
+    assert sorted(readme_commands()[:2]) == sorted(steps) == sorted(always) == commands
+
+
+def workflow():
+    """The only job of the workflow that code hosts run."""
+    (job,) = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"].values()
+    return job
+
+
+def test_the_workflow_tries_linux_macos_and_the_lowest_versions():
+    machines = workflow()["strategy"]["matrix"]["include"]
+    assert {machine["os"] for machine in machines} == {"ubuntu-latest", "macos-latest"}
+    (torch,) = [need for need in direct_dependencies() if need.name == "torch"]
+    (lowest,) = [machine for machine in machines if "torch" in machine]
+    assert project()["requires-python"] == f">={lowest['python']}"
+    assert f"{torch.specifier}.0" == f">={lowest['torch']}"
+
+
+def test_the_workflow_may_only_read_and_ends():
+    assert yaml.safe_load(read(".github/workflows/ci.yml"))["permissions"] == {"contents": "read"}
+    assert "permissions" not in workflow()
+    assert workflow()["timeout-minutes"] <= 90
 
 
 def test_ci_stops_at_the_first_command_that_fails():
