@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
+import yaml  # jupyter brings it
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
