@@ -21,7 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from d2lpar import launcher
+from d2lpar import launcher, ranks
+from d2lpar.lanes import SharedMemory
 from d2lpar.launcher import RankError, launch
 
 LIMIT = 60  # seconds: a generous limit for what should take less than one; no test is about speed
@@ -139,6 +140,25 @@ def test_spawn_where_there_is_no_fork_server(monkeypatch):
     offset = 5
     parents = launch(lambda rank, world_size: (offset + rank, os.getppid()), 2)
     assert parents == [(5, os.getpid()), (6, os.getpid())]
+
+
+def test_lanes_without_what_linux_alone_has(monkeypatch):
+    """On macOS there is no /dev/shm, and no room can be reserved in a file."""
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, *how: path != "/dev/shm" and access(path, *how))
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    memory = SharedMemory.create(2, multiprocessing.get_context("spawn"))
+    memory.remove()
+    assert os.path.dirname(memory.path) == tempfile.gettempdir()
+
+    def add_up(rank, world_size):
+        if hasattr(os, "sched_yield"):
+            del os.sched_yield
+        tensor = torch.full((10,), rank + 1.0)
+        ranks.allreduce(tensor)
+        return tensor.tolist()
+
+    assert launch(add_up, 2) == [[3.0] * 10] * 2
 
 
 def test_two_threads_may_launch_at_once():
