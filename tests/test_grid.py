@@ -40,8 +40,8 @@ def step(params):
 def batches(rows=16):
     data = torch.Generator().manual_seed(4)
     return [
-        (
-            torch.randn(rows, 1, 28, 28, generator=data),
+        (  # float64: several steps amplify the rounding of float32
+            torch.randn(rows, 1, 28, 28, generator=data, dtype=torch.float64),
             torch.randint(10, (rows,), generator=data),
         )
         for _ in range(STEPS)
@@ -104,7 +104,7 @@ def test_a_grid_of_another_size_than_the_world_is_an_error():
 def test_data_by_tensor_parallel_lenet_gets_the_weights_of_one_process(averages):
     def run(rank, world_size):
         row, column = make_grid(2, 2)
-        params = init_params(0.1, torch.Generator().manual_seed(3))
+        params = [p.double() for p in init_params(0.1, torch.Generator().manual_seed(3))]
         whole = [param.clone().requires_grad_() for param in params]
         train_whole(lambda X: lenet(X, whole), whole)
         net = TensorParallelLeNet(params, row)
@@ -122,7 +122,7 @@ def test_data_by_tensor_parallel_lenet_gets_the_weights_of_one_process(averages)
 
     for from_whole, moved in launch(run, 4, timeout=LIMIT):
         assert moved > 1e-2, "nothing was trained"
-        assert from_whole < 1e-5 if averages else from_whole > 1e-3
+        assert from_whole < 1e-12 if averages else from_whole > 1e-3
 
 
 def lenet_of_layers():
@@ -135,7 +135,7 @@ def lenet_of_layers():
     with torch.no_grad():
         for mine, given in zip(model.parameters(), params, strict=True):
             mine.copy_(given.T if given.dim() == 2 else given)
-    return model
+    return model.double()
 
 
 @pytest.mark.parametrize("averages", [True, False])
@@ -159,4 +159,4 @@ def test_data_by_pipeline_gets_the_weights_of_one_process(averages):
 
     for from_whole, moved in launch(run, 4, timeout=LIMIT):
         assert moved > 1e-2, "nothing was trained"
-        assert from_whole < 1e-5 if averages else from_whole > 1e-3
+        assert from_whole < 1e-12 if averages else from_whole > 1e-3

@@ -97,12 +97,11 @@ def training(layer, batches):
 
 
 def batches_of(shape, num_outputs, steps=3):
+    """In float64: several steps amplify the rounding of float32."""
     data = torch.Generator().manual_seed(5)
+    shapes = shape, (*shape[:-1], num_outputs)
     return [
-        (
-            torch.randn(shape, generator=data),
-            torch.randn(*shape[:-1], num_outputs, generator=data),
-        )
+        tuple(torch.randn(shape, generator=data, dtype=torch.float64) for shape in shapes)
         for _ in range(steps)
     ]
 
@@ -204,8 +203,8 @@ LAYERS = {  # for each kind, what is cut, and along which dimension
 def test_training_columns_and_rows_is_training_linear(k):
     def compare(kind, shape, bias):
         cuts = LAYERS[kind]
-        layer = seeded(1, kind, IN, OUT, bias)
-        whole = seeded(1, nn.Linear, IN, OUT, bias)
+        layer = seeded(1, kind, IN, OUT, bias).double()
+        whole = seeded(1, nn.Linear, IN, OUT, bias).double()
         batches = batches_of(shape, OUT)
         own = [(part(X, cuts.get("input")), part(Y, cuts.get("output"))) for X, Y in batches]
         differ = {}
@@ -225,7 +224,7 @@ def test_training_columns_and_rows_is_training_linear(k):
     for results in launch(run, k, timeout=LIMIT):
         for bias, differ in results:
             for what, difference in differ.items():
-                assert difference < 1e-6, (what, bias)
+                assert difference < 1e-12, (what, bias)
 
 
 def test_with_one_seed_the_parts_make_the_layer_of_one_process():
@@ -305,7 +304,8 @@ def mlp_of_torch():
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_the_mlp_is_that_of_one_process_with_one_allreduce_each_way(k):
     def run(rank, world_size):
-        mlp, whole = seeded(2, TensorParallelMLP, IN, OUT), seeded(2, mlp_of_torch)
+        mlp = seeded(2, TensorParallelMLP, IN, OUT).double()
+        whole = seeded(2, mlp_of_torch).double()
         batches = batches_of((2, 3, IN), IN)
         ours, theirs = training(mlp, batches), training(whole, batches)
         cuts = {"columns.weight": 0, "columns.bias": 0, "rows.weight": 1}
@@ -318,7 +318,7 @@ def test_the_mlp_is_that_of_one_process_with_one_allreduce_each_way(k):
         return distance([tensor for _, tensor in ours], theirs), forward, backward
 
     for difference, forward, backward in launch(run, k, timeout=LIMIT):
-        assert difference < 1e-6
+        assert difference < 1e-12
         assert forward == backward == [2 * 3 * IN]
 
 
@@ -326,13 +326,14 @@ def test_the_mlp_is_that_of_one_process_with_one_allreduce_each_way(k):
 def test_lenet_in_parts_trains_as_in_one_process(k):
     def run(rank, world_size):
         data = torch.Generator().manual_seed(6)
-        params = init_params(0.1, data)
+        params = [param.double() for param in init_params(0.1, data)]
         given = [param.clone() for param in params]
         net = TensorParallelLeNet(params)
         whole = [param.clone().requires_grad_() for param in params]
         differ = []
         for _ in range(3):
-            X, y = torch.randn(8, 1, 28, 28, generator=data), torch.arange(8)
+            X = torch.randn(8, 1, 28, 28, generator=data, dtype=torch.float64)
+            y = torch.arange(8)
             mine, their = X.clone().requires_grad_(), X.clone().requires_grad_()
             ours, theirs = [net(mine)], [lenet(their, whole)]
             for logits in (ours[0], theirs[0]):
@@ -349,7 +350,7 @@ def test_lenet_in_parts_trains_as_in_one_process(k):
 
     results = launch(run, k, timeout=LIMIT)
     for differ, copies, changed, moved in results:
-        assert max(differ) < 2e-6
+        assert max(differ) < 1e-12
         assert distance(copies, results[0][1]) == 0  # biases that all ranks have stay equal
         assert changed == 0 and moved > 1e-3
 

@@ -102,16 +102,21 @@ def small():
     return [(part.images[:n].clone(), part.labels[:n].clone()) for part, n in parts]
 
 
-def run(world_size, small, *commands, stops=None):
+def run(world_size, small, *commands, stops=None, dtype=torch.float32):
     """Train in new ranks by one command line after the other; return each rank's outcomes.
 
     An outcome is the list of parameters, or the error as text. ``stops`` has for each command line
-    the number of saves after which all ranks are interrupted; 0: never.
+    the number of saves after which all ranks are interrupted; 0: never. The script trains in
+    float32; ``dtype=torch.float64`` makes it compute so that rounding does not grow.
     """
 
     def work(rank, world_size):
         from d2lpar import train_ddp
-        from d2lpar.data import Minibatches
+
+        class Minibatches(train_ddp.Minibatches):
+            def take(self, rows):
+                X, y = super().take(rows)
+                return X.to(dtype), y
 
         def load_small(batch_size, device):
             return tuple(Minibatches(*part, batch_size) for part in small)
@@ -122,7 +127,8 @@ def run(world_size, small, *commands, stops=None):
             if len(saves) == stop:
                 raise KeyboardInterrupt
 
-        train_ddp.load_data_fashion_mnist = load_small
+        train_ddp.load_data_fashion_mnist, train_ddp.Minibatches = load_small, Minibatches
+        train_ddp.LeNet = lambda generator: LeNet(generator=generator).to(dtype)
         save, outcomes = train_ddp.save, []
         for command, stop in zip(commands, stops or [0] * len(commands), strict=True):
             train_ddp.save = partial(save_and_stop, [], stop)
@@ -137,8 +143,8 @@ def run(world_size, small, *commands, stops=None):
 
 
 def one_process(small, num_examples, batch_size, lr, epochs):
-    """Return what training in one process, written plainly, ends with and would report."""
-    network = LeNet(generator=torch.Generator().manual_seed(0))
+    """Return what training in one process, in float64, ends with and would report."""
+    network = LeNet(generator=torch.Generator().manual_seed(0)).double()
     data, test = (Minibatches(*part, batch_size) for part in small)
     for epoch in range(epochs):
         total = 0
@@ -146,14 +152,14 @@ def one_process(small, num_examples, batch_size, lr, epochs):
         for rows in order.split(batch_size):
             X, y = data.take(rows)
             network.zero_grad()
-            losses = loss(network(X), y)
+            losses = loss(network(X.double()), y)
             losses.mean().backward()
             total += losses.sum().item()
             with torch.no_grad():
                 for param in network.parameters():
                     param -= lr * param.grad
     X, y = test.take(torch.arange(len(test.images)))
-    correct, n = int((network(X).argmax(dim=1) == y).sum()), len(y)
+    correct, n = int((network(X.double()).argmax(dim=1) == y).sum()), len(y)
     result = f"loss {total / num_examples:.3f}, test accuracy {correct / n:.3f} ({correct} of {n})"
     return list(network.parameters()), f"epoch  {epochs}/{epochs}: {result}"
 
@@ -170,12 +176,13 @@ def same(a, b):
 def test_ranks_train_like_one_process(world_size, small, tmp_path, capsys):
     # 301 examples: the last batch has one, so of 2 or 3 ranks only rank 0 has any of it
     options = "--examples=301", "--batch-size=60", "--epochs=2", "--lr=0.5"
-    results = run(world_size, small, (f"--checkpoint={tmp_path / 'net'}", *options))
+    command = f"--checkpoint={tmp_path / 'net'}", *options
+    results = run(world_size, small, command, dtype=torch.float64)
     params = [of_rank[0] for of_rank in results]
     assert all(same(others, params[0]) for others in params)
     expected, report = one_process(small, 301, 60, 0.5, 2)
     start = list(LeNet(generator=torch.Generator().manual_seed(0)).parameters())
-    assert distance(params[0], expected) < 1e-6 < 1e-3 < distance(start, expected)
+    assert distance(params[0], expected) < 1e-12 < 1e-3 < distance(start, expected)
     out, bars = capsys.readouterr()
     assert f"[rank 0] {report}, " in out
     assert out.count("epoch") == 2  # a line for each, of rank 0
