@@ -12,11 +12,11 @@ export PIP_USER := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/$(VENV)/matplotlib
 
-.PHONY: help notebooks refresh lab test lint format saved-cells bench clean
+.PHONY: help notebooks refresh lab test test-everywhere lint format saved-cells bench clean
 .NOTPARALLEL:
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-21s %s\n", $$1, $$2}'
 
 notebooks: $(INSTALLED)  ## run every notebook into build/notebooks (ONLY=03 runs that one)
 	@$(PY) tools/run_notebooks.py $(ONLY)
@@ -30,6 +30,9 @@ lab: $(INSTALLED)  ## open the notebooks in JupyterLab
 
 test: lint  ## lint, unit tests, and the checks of notebooks that need no execution
 	@$(PY) -m pytest -q
+
+test-everywhere: $(INSTALLED)  ## the numerical tests, with the kernels of other processors
+	@$(PY) tools/everywhere.py
 
 lint: $(INSTALLED)  ## ruff, on code and notebooks
 	@$(PY) -m ruff check --quiet .

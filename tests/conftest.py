@@ -1,18 +1,22 @@
-"""What all tests share: GPU tests are skipped without a GPU, and random tests are repeatable."""
+"""What all tests share: GPU tests are skipped without a GPU, random tests are repeatable."""
 
 import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No deadline an example: on a shared machine one of them is always slow. The time limit of a whole
-# test is faulthandler_timeout in pyproject.toml, which prints every thread's stack and stops.
+# No deadline per example: on a shared machine one of them is always slow. A whole test has one, of
+# tools/time_limit.py.
+pytest_plugins = ["time_limit"]
 settings.register_profile(
     "d2lpar",
     deadline=None,
     max_examples=50,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(  # make test-everywhere's; it prints how to repeat an example
+    "random", settings.get_profile("d2lpar"), derandomize=False, print_blob=True
 )
 settings.load_profile("d2lpar")
 

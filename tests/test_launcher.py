@@ -485,6 +485,9 @@ HANG = """
     import os, signal, sys, threading, time
     from d2lpar.launcher import launch
 
+    # A background job of a shell script ignores SIGINT, and what it starts inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def hang(rank, world_size):
         print("pid", os.getpid())
         time.sleep(1000)

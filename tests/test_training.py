@@ -295,9 +295,7 @@ def test_the_same_seed_gives_the_same_run_on_any_number_of_devices(monkeypatch):
 
     use_tiny_data(monkeypatch, Doubles)
     monkeypatch.setattr(training, "init_params", params_in_float64)
-    one, three = (
-        train(k, 64, 0.5, num_epochs=1, on_progress=lambda history: None) for k in (1, 3)
-    )
+    one, three = (train(k, 64, 0.5, num_epochs=1, on_progress=lambda history: None) for k in (1, 3))
     assert one.device_params[0][0].dtype == torch.float64
     assert largest_difference(one.device_params[0], three.device_params[0]) < 1e-10
     assert three.loss == pytest.approx(one.loss, rel=1e-10)
