@@ -3,16 +3,23 @@
 A picture is SVG with an alternative text, which a notebook shows as a cell's last expression and
 ``save`` writes to a file. The same call gives the same bytes. Both drawings are written as SVG
 directly: they are up to thousands of marks that must sit to the pixel. Colour is never the only
-sign: places, dashes and labels say the same. Only ``plot`` and ``figures`` import this file.
+sign: places, dashes and labels say the same. Only ``plot`` and what it draws import this file.
 """
 
+import base64
 import cmath
+import functools
+import io
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
+
+import matplotlib
+import resvg_py
+from PIL import Image, ImageFont
 
 from .schedules import Move, chunks_of, holdings, num_chunks
 
@@ -20,13 +27,14 @@ WIDTH = 760  # pixels: about the width of text in a notebook and in a README
 # Of Okabe and Ito's colours and of Tol's, those that stand out from white (contrast of 3 and more).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288", "#117733", "#6699CC", "#882255")
 INK, GREY = "#222222", "#E4E4E4"
-FONTS = "Arial, Helvetica, 'DejaVu Sans', sans-serif"
+# Widths are those of DejaVu Sans, which matplotlib brings; Verdana's are nearly the same.
+FONTS = "'DejaVu Sans', Verdana, Arial, sans-serif"
 KEY = """\
-Beside a device: what it holds.
+Grid: what a device holds.
 Column: a chunk.
 Row: from which device.
 Frame: the whole sum.
-Number: the chunk that came.
+Number: chunk received.
 Solid arrow: is added.
 Dashed arrow: is copied.
 Thicker arrow: more bytes.""".splitlines()
@@ -34,23 +42,65 @@ Thicker arrow: more bytes.""".splitlines()
 
 @dataclass(frozen=True, repr=False)
 class Picture:
-    """An SVG and what it says in words: a notebook shows the one, a terminal prints the other."""
+    """An SVG and what it says in words: a notebook shows the one, a terminal prints the other.
+
+    What matplotlib drew is also kept as its ``figure``, to restyle and to save in other formats:
+    ``picture.figure.savefig("x.pdf")``.
+    """
 
     svg: str
     alt: str
+    figure: Any = field(default=None, compare=False)
 
     def save(self, path: str | Path) -> None:
         """Write the SVG to ``path``."""
         Path(path).write_text(self.svg, encoding="utf-8")
 
+    def png(self) -> bytes:
+        """Render the picture as a PNG of twice the size with 64 colours, on any machine the same.
+
+        It takes 0.1 to 1 s.
+        """
+        fonts = [_font_file(bold) for bold in (False, True)]
+        rendered = resvg_py.svg_to_bytes(
+            self.svg, zoom=2, background="#FFF", skip_system_fonts=True, font_files=fonts
+        )
+        image = Image.open(io.BytesIO(rendered)).convert("RGB")
+        written = io.BytesIO()
+        image.quantize(64, Image.Quantize.MEDIANCUT).save(written, "PNG", optimize=True)
+        return written.getvalue()
+
     def __repr__(self) -> str:
         return self.alt
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"image/svg+xml": self.svg, "text/plain": self.alt}
+    def _repr_mimebundle_(
+        self, include: Any = None, exclude: Collection[str] | None = None
+    ) -> tuple[dict[str, str], dict[str, dict]]:
+        """Return SVG, PNG and text: JupyterLab shows no SVG in a notebook that is not trusted."""
+        data, metadata = {"image/svg+xml": self.svg, "text/plain": self.alt}, {}
+        if "image/png" not in (exclude or ()):
+            png = self.png()
+            data["image/png"] = base64.b64encode(png).decode()
+            width = Image.open(io.BytesIO(png)).width // 2
+            metadata["image/png"] = {"alt": self.alt, "width": width}
+        return data, metadata
 
 
-def picture(body: str, width: float, height: float, alt: str) -> Picture:
+def _font_file(bold: bool) -> str:
+    return f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans{'-Bold' if bold else ''}.ttf"
+
+
+@functools.cache
+def _font(bold: bool) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(_font_file(bold), 1000, layout_engine=ImageFont.Layout.BASIC)
+
+
+def text_width(words: object, size: float = 12, bold: bool = False) -> float:
+    """Return how many pixels the words take."""
+    return _font(bold).getlength(str(words)) * size / 1000
+
+
+def picture(body: str, width: float, height: float, alt: str, figure: Any = None) -> Picture:
     """An SVG around ``body``, on a white ground: on a dark page the text would be lost."""
     svg = (
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
@@ -59,7 +109,7 @@ def picture(body: str, width: float, height: float, alt: str) -> Picture:
         f'font-family="{FONTS}" font-size="12" stroke-linejoin="round"><title>{escape(alt)}</title>'
         f'<rect width="100%" height="100%" rx="8" fill="#FFF"/>{body}</svg>\n'
     )
-    return Picture(svg, alt)
+    return Picture(svg, alt, figure)
 
 
 def schedule(schedule: Callable[[int], list[list[Move]]], k: int, title: str = "") -> Picture:
@@ -132,10 +182,14 @@ class _Panel:
 
     def draw(self, title: str, step: list[Move], before: list | None, after: list) -> str:
         """The arrows of ``step``, what is held after it, and the number of each chunk that came."""
-        paths, halos, texts = {}, [], []
+        paths, halos, texts, taken = {}, [], [], []
         for move in step:
-            place = self.arrow(paths, move)
+            places = self.arrow(paths, move)
             if self.n > 1 and len(step) <= 2 * self.k:  # more labels would hide the arrows
+                width = text_width(_name(move), bold=True)
+                free = (p for p in places if not any(_near(p, q, width + 1, 12) for q in taken))
+                place = next(free, places[0])
+                taken.append(place)
                 halos.append(text(place, _name(move), 'stroke="#FFF" stroke-width="4"'))
                 texts.append(text(place, _name(move)))
         for device, p in enumerate(self.discs):
@@ -166,8 +220,8 @@ class _Panel:
             frame = f"M{x - 0.5} {y}h{self.cell}v{height}h-{self.cell}z"
             _add(paths, f'fill="none" stroke="{INK}" stroke-width="1.75"', frame)
 
-    def arrow(self, paths: dict[str, str], move: Move) -> complex:
-        """A curve as thick as the message is long; returns the place for its label."""
+    def arrow(self, paths: dict[str, str], move: Move) -> list[complex]:
+        """A curve as thick as the message is long; returns places for its label, the best first."""
         start, end = self.discs[move.src], self.discs[move.dst]
         middle, straight, radius = (start + end) / 2, abs(end - start), abs(start)
         t = 0.43  # where the label stands, between 0 and 1
@@ -185,7 +239,14 @@ class _Panel:
         _add(paths, f'fill="none" stroke="{INK}" stroke-width="{thick:.2g}"{dashes}', shaft)
         head = f"M{_at(end)}L{_at(end + back * (1 + 0.5j))} {_at(end + back * (1 - 0.5j))}z"
         _add(paths, f'fill="{INK if move.reduce else "#FFF"}" stroke="{INK}"', head)
-        return (1 - t) ** 2 * start + 2 * t * (1 - t) * control + t**2 * end
+        along = [t, *(t + sign * 0.04 * i for i in range(1, 10) for sign in (-1, 1))]
+        curve = [(1 - t) ** 2 * start + 2 * t * (1 - t) * control + t**2 * end for t in along]
+        width = 11 + text_width(_name(move), bold=True) / 2
+        return [p for p in curve if not any(_near(p, q, width, 16) for q in self.discs)] or curve
+
+
+def _near(p: complex, q: complex, width: float, height: float) -> bool:
+    return abs(p.real - q.real) < width and abs(p.imag - q.imag) < height
 
 
 def _add(paths: dict[str, str], style: str, data: str) -> None:
@@ -214,9 +275,9 @@ def timeline(spans: Sequence[tuple[str, str, float, float]], title: str = "") ->
         lanes.setdefault(lane, []).append((label, start - zero, end - zero))
     total = max(end for *_, end in spans) - zero
     kinds = list(dict.fromkeys(map(_kind, lanes)))
-    left, top = 26 + 7 * max(map(len, lanes)), 46 if title else 16  # room for names and title
+    left, top = 26 + max(map(text_width, lanes)), 46 if title else 16  # room for names and title
     width, bottom = max(WIDTH, left + 400), top + 26 * len(lanes)
-    scale = (width - left - 30) / (total or 1)  # pixels in a second
+    scale = (width - left - 40) / (total or 1)  # pixels in a second
     body = text(16 + 22j, escape(title), 'font-size="17" font-weight="bold"') if title else ""
     for tick in round_numbers(total or 1):
         x = left + tick * scale
@@ -243,7 +304,7 @@ def _bar(x: float, y: float, length: float, colour: str, label: str, when: str) 
         f'<rect x="{x:.5g}" y="{y - 10:g}" width="{length:.5g}" height="20" fill="{colour}" '
         f'stroke="#FFF" stroke-width="0.6"><title>{escape(label)}: {when}</title></rect>'
     )
-    if length < 10 + 7.5 * len(label):  # pixels that it may take, in the widest of the FONTS
+    if length < 10 + text_width(label, size=11, bold=True):
         return bar
     style = 'fill="#FFF" font-size="11" font-weight="bold" text-anchor="middle"'
     return bar + text(complex(x + length / 2, y), escape(label), style)
@@ -254,9 +315,9 @@ def _kind(lane: str) -> str:
 
 
 def round_numbers(total: float) -> list[float]:
-    """5 to 11 round numbers from 0 to ``total``."""
+    """4 to 8 round numbers from 0 to ``total``."""
     power = 10.0 ** math.floor(math.log10(total))
-    step = max(m * power for m in (0.2, 0.5, 1, 2) if 4 * m * power <= total)
+    step = max(m * power for m in (0.2, 0.5, 1, 2) if 3 * m * power <= total)
     return [i * step for i in range(int(total / step + 1e-6) + 1)]
 
 

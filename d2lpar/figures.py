@@ -8,7 +8,7 @@ beside their names.
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from .drawing import GREY, INK, PALETTE, WIDTH, Picture, picture, text
+from .drawing import GREY, INK, PALETTE, WIDTH, Picture, picture, text, text_width
 
 BOLD = 'font-weight="bold"'
 CENTRED = 'text-anchor="middle"'
@@ -54,7 +54,7 @@ def three_splits() -> Picture:
     panels = (
         ("1. between layers", _between_layers, "activations, where it is cut"),
         ("2. inside layers", _inside_layers, "activations, at every layer"),
-        ("3. between examples", _between_examples, "each layer's gradient, once a step"),
+        ("3. between examples", _between_examples, "all gradients, once per step"),
     )
     body = ""
     for i, (title, draw, sent) in enumerate(panels):
@@ -98,12 +98,12 @@ def columns_and_rows() -> Picture:
     body += _box(complex(702, middle), 84, 60, ["Y = Z A", "on all ranks"])
     for i, y in enumerate(ys):
         columns, hidden, rows = complex(222, y), complex(372, y), complex(514, y)
-        body += _box(columns, 116, 56, [f"columns {i} of W", "X W, some columns"], PALETTE[i])
-        body += _box(hidden, 104, 56, [f"columns {i} of Z", "Z = GELU(X W)"], PALETTE[i])
+        body += _box(columns, 132, 56, [f"columns {i} of W", "X W, some columns"], PALETTE[i])
+        body += _box(hidden, 112, 56, [f"columns {i} of Z", "Z = GELU(X W)"], PALETTE[i])
         body += _box(rows, 104, 56, [f"rows {i} of A", "a part of Z A"], PALETTE[i])
         body += text(complex(372, y - 42), f"rank {i}", f'{CENTRED} {BOLD} fill="{PALETTE[i]}"')
-        body += _arrow(complex(98, middle), columns - 58)
-        body += _arrow(columns + 58, hidden - 52) + _arrow(hidden + 52, rows - 52)
+        body += _arrow(complex(98, middle), columns - 66)
+        body += _arrow(columns + 66, hidden - 56) + _arrow(hidden + 56, rows - 52)
         body += _arrow(rows + 52, complex(660, middle), 3)
     body += text(complex(142, 24), "copy", f"{CENTRED} {BOLD}")
     body += text(complex(142, 262), "backward: allreduce", CENTRED)
@@ -154,8 +154,11 @@ def _sequence(form: str, steps: Sequence, width: float, most: int) -> tuple[str,
     columns = {p: 30 + (i + 0.5) * (width - 60) / len(places) for i, p in enumerate(places)}
     y, body = 66.0, ""
     for n, step in enumerate(steps, 1):
-        body += text(complex(16, y), f"{n}. {escape(step.name)}", f"{HALO} {BOLD}")
-        body += text(complex(width - 16, y), _sent(step), f'{HALO} text-anchor="end"')
+        name, sent = f"{n}. {step.name}", _sent(step)
+        body += text(complex(16, y), escape(name), f"{HALO} {BOLD}")
+        if text_width(name, bold=True) + text_width(sent) > width - 40:
+            y += 18  # below the name: beside it there is no room
+        body += text(complex(width - 16, y), sent, f'{HALO} text-anchor="end"')
         y += 20
         for place in step.busy:
             body += _box(complex(columns[place], y), 16, 16, [], PALETTE[place % len(PALETTE)])

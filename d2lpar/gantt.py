@@ -6,7 +6,7 @@ Written as SVG, like ``drawing``; notebooks show it through ``plot``.
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from .drawing import GREY, PALETTE, WIDTH, Picture, picture, round_numbers, text
+from .drawing import GREY, PALETTE, WIDTH, Picture, picture, round_numbers, text, text_width
 from .pipeline_schedules import Span, bubble, live_counts
 
 LEFT, RIGHT = 72, 84  # pixels for the stages' names, and for how many micro-batches are kept
@@ -41,6 +41,7 @@ def pipeline(
         raise ValueError(f'unit is {unit!r}, but should be None or "seconds"')
     longest = max(map(_duration, panels.values()))
     scale = (WIDTH - LEFT - RIGHT) / (longest or 1)  # pixels in a unit of time
+    ticks = round_numbers(longest or 1)  # as far apart in a short run as in the longest
     body, y, words = "", 22.0, []
     if title:
         body += text(complex(16, y), escape(title), 'font-size="17" font-weight="bold"')
@@ -48,21 +49,23 @@ def pipeline(
     body += _key(y)
     y += 26
     for name, own in panels.items():
-        drawn, height, said = _panel(name, own, scale, unit)
+        drawn, height, said = _panel(name, own, scale, ticks, unit)
         body += f'<g transform="translate(0 {y:g})">{drawn}</g>'
         y += height
         words.append(said)
     return picture(body, WIDTH, y, f"{title or 'A pipeline over time'}. {' '.join(words)}")
 
 
-def _panel(name: str, spans: Sequence[Span], scale: float, unit: str | None) -> tuple:
+def _panel(
+    name: str, spans: Sequence[Span], scale: float, ticks: Sequence[float], unit: str | None
+) -> tuple[str, float, str]:
     """Return the drawing of one run, its height, and what it says in words."""
     zero, duration = min(span.start for span in spans), _duration(spans)
     num_stages = 1 + max(span.stage for span in spans)
     head = f"{_time(duration, unit)}, {100 * bubble(spans):.0f} % idle"
     body = text(16 + 10j, f"<tspan font-weight='bold'>{escape(name)}</tspan>{name and ': '}{head}")
     top, bottom = 24, 24 + num_stages * (LANE + STRIP)
-    for tick in round_numbers(duration or 1):
+    for tick in (tick for tick in ticks if tick <= duration * (1 + 1e-6)):
         x = LEFT + tick * scale
         body += f'<path d="M{x:.5g} {top}V{bottom}" stroke="{GREY}"/>'
         body += text(complex(x, bottom + 12), _time(tick, unit), 'text-anchor="middle"')
@@ -116,11 +119,11 @@ def _strip(spans: Sequence[Span], counts: Sequence[int], y: float, scale: float)
 
 
 def _key(y: float) -> str:
-    body, x = "", 16
+    body, x = "", 16.0
     for colour, words in KEY:
-        body += f'<rect x="{x}" y="{y - 7}" width="14" height="14" fill="{colour}"/>'
+        body += f'<rect x="{x:.4g}" y="{y - 7}" width="14" height="14" fill="{colour}"/>'
         body += text(complex(x + 20, y), words)
-        x += 40 + 7 * len(words)
+        x += 44 + text_width(words)
     return body
 
 

@@ -54,7 +54,7 @@ HATCHES = ("", "///", "xx", "\\\\\\", "||", "--", "++", "x")  # dots take 60 kB
 DASHES = ("-", "--", "-.", ":", (0, (8, 2)), (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (3, 3)))
 STYLE = MappingProxyType(
     {
-        "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, and is wider than the FONTS
+        "font.sans-serif": ["DejaVu Sans"],  # the first of the FONTS, and comes with matplotlib
         "font.size": 12,
         "axes.titlesize": 13,
         "axes.titleweight": "bold",
@@ -84,8 +84,9 @@ def _chart(figure: Figure, alt: str) -> Picture:
     body = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body)
     body = re.sub(r'(?<=<g) id="[^"]*"', "", body)
     body = re.sub(r"'DejaVu Sans'(, sans-serif)?", FONTS, body)
+    figure.patch.set_visible(True)  # for those who save the figure
     width, height = figure.get_size_inches() * 72
-    return picture(re.sub(r"\s*\n\s*", "\n", body), width, height, alt)
+    return picture(re.sub(r"\s*\n\s*", "\n", body), width, height, alt, figure)
 
 
 def _figure(height: float, layout: str = "constrained") -> Figure:
@@ -273,7 +274,8 @@ class Board:
     """The live board: ``train(…, on_progress=Board())`` draws loss and accuracy after every epoch.
 
     It updates one display, at most once in ``interval`` seconds, and always for a run's last
-    epoch. ``picture`` is what it drew last; outside of a notebook nothing is displayed.
+    epoch: this one alone is rendered as PNG too, which takes as long as a few updates. ``picture``
+    is what it drew last; outside of a notebook nothing is displayed.
     """
 
     def __init__(self, title: str = "", interval: float = 0.3):
@@ -287,23 +289,25 @@ class Board:
         epochs = len(history.loss)
         new_run = history is not self._history and epochs <= self._epochs
         late = time.monotonic() - self._drawn >= self.interval
+        last = epochs >= history.num_epochs
         self._history, self._epochs = history, epochs
-        if epochs == 0 or not (new_run or late or epochs >= history.num_epochs):
+        if epochs == 0 or not (new_run or late or last):
             return
         self.picture = _draw_board(history, self.title)
+        exclude = () if last else ("image/png",)
         if new_run or self._handle is None:
-            self._handle = _display(self.picture)
+            self._handle = _display(self.picture, exclude)
         else:
-            self._handle.update(self.picture)
+            self._handle.update(self.picture, exclude=exclude)
         self._drawn = time.monotonic()
 
 
-def _display(picture: Picture) -> Any:
+def _display(picture: Picture, exclude: Sequence[str]) -> Any:
     """Show the picture in the running notebook and return its handle; None outside of one."""
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:
         return None
-    return ipython.display.display(picture, display_id=True)
+    return ipython.display.display(picture, display_id=True, exclude=exclude)
 
 
 @_styled

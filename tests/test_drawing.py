@@ -2,6 +2,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import text_layout
 
 from d2lpar import drawing, plot
 from d2lpar.schedules import (
@@ -102,6 +103,12 @@ def test_the_alternative_text_of_a_schedule_tells_its_steps():
     assert "56 messages, added; 8 of 64" in plot.schedule(direct, 8).alt
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_words_and_chunks_of_a_schedule_have_room(schedule):
+    for k in range(2, 9):
+        assert list(text_layout.complaints(plot.schedule(schedule, k).svg)) == [], k
+
+
 def test_a_broken_ring_can_be_seen():
     broken = plot.schedule(lambda k: ring(k)[:-1], 4, title="broken")
     assert "16 of 16 sums" not in broken.alt and "12 of 16 sums" in broken.alt
@@ -178,7 +185,7 @@ def test_a_lane_is_a_row_and_a_kind_of_lane_is_a_colour():
 
 def test_lanes_come_in_the_order_of_their_first_spans():
     spans = [("b", "x", 5, 6), ("a", "y", 0, 1), ("b", "z", 0, 2)]
-    assert texts(plot.timeline(spans)) == [f"{s} ms" for s in range(0, 6001, 1000)] + list("bxzay")
+    assert [t for t in texts(plot.timeline(spans)) if "ms" not in t] == list("bxzay")
 
 
 def test_a_label_stands_in_its_bar_or_only_in_the_tooltip():
@@ -211,7 +218,7 @@ def test_the_alternative_text_of_a_timeline_tells_its_lanes():
 def test_the_axis_has_a_few_round_ticks(total):
     picture = plot.timeline([("a", "b", 3.0, 3.0 + total)])
     ticks = [float(text[:-3]) for text in texts(picture) if text.endswith(" ms")]
-    assert 5 <= len(ticks) <= 11 and ticks[0] == 0
+    assert 4 <= len(ticks) <= 8 and ticks[0] == 0
     step = ticks[1]
     assert ticks == [pytest.approx(i * step) for i in range(len(ticks))]
     assert f"{step:e}"[:8] in ("1.000000", "2.000000", "5.000000")
@@ -233,6 +240,14 @@ def test_a_long_name_of_a_lane_leaves_room_for_bars():
     [(x, _, width, *_)] = bars(picture)
     assert x > 120 * 6 and width > 300
     assert x + width < float(ET.fromstring(picture.svg).get("width"))
+
+
+@pytest.mark.parametrize("total", [1e-6, 0.0123, 1.5])
+def test_words_and_numbers_of_a_timeline_have_room(total):
+    lanes = [f"rank {i}: {'communicate and wait ' * i}" for i in range(3)]
+    spans = [(f"{w} MWM", 0.1 * i, 0.1 * i + 0.03 * w) for i in range(9) for w in range(1, 4)]
+    drawn = [(lane, words, total * a, total * b) for lane in lanes for words, a, b in spans]
+    assert list(text_layout.complaints(plot.timeline(drawn[::3], title="MWM").svg)) == []
 
 
 @pytest.mark.parametrize(

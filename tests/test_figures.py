@@ -2,6 +2,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+import text_layout
 
 from d2lpar import plot
 from d2lpar.drawing import GREY, PALETTE
@@ -12,6 +13,7 @@ from d2lpar.figures import (
     ranks_and_nodes,
     three_splits,
 )
+from d2lpar.iteration import STEPS as NAMES
 from d2lpar.iteration import Step
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -51,7 +53,7 @@ def test_the_three_splits_send_where_they_cut():
     assert [w for w in words if w.startswith("Sent")] == [
         "Sent: activations, where it is cut",
         "Sent: activations, at every layer",
-        "Sent: each layer's gradient, once a step",
+        "Sent: all gradients, once per step",
     ]
     # there and back: at one cut, at three joints, at four layers; and one in the key
     assert arrows(picture, 3) == 2 * 1 + 2 * 3 + 2 * 4 + 1
@@ -139,6 +141,7 @@ def test_columns_and_rows_send_only_at_the_sum_forward_and_at_the_copy_backward(
 def test_they_are_shown_through_plot_and_keep_their_bytes(draw):
     assert getattr(plot, draw.__name__) is draw
     assert draw().svg == draw().svg
+    assert list(text_layout.complaints(draw().svg)) == []
 
 
 STEPS = [
@@ -202,6 +205,14 @@ def test_iterations_stand_side_by_side():
     assert [word for word in texts(three) if word in ("A", "B", "<C>")] == ["A", "B", "<C>"]
     assert "A: 1. scatter" in three.alt and "<C>: 1. scatter" in three.alt
     assert plot.iteration is iteration
+
+
+def test_an_iteration_has_room_for_its_words():
+    link = {(0, 1): 399_999_999, (1, 0): 1, (3, 2): 1}
+    forms = {form: [Step(name, link, (0, 3)) for name in names] for form, names in NAMES.items()}
+    for count in (1, 2, 3):
+        svg = iteration(dict(list(forms.items())[-count:])).svg
+        assert list(text_layout.complaints(svg)) == []
 
 
 def test_an_iteration_may_send_nothing_at_all():

@@ -4,6 +4,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+import text_layout
 
 from d2lpar import drawing, gpipe, one_f_one_b, plot, sequential
 from d2lpar.pipeline_schedules import Span, bubble, live_counts, predict
@@ -143,6 +144,13 @@ def test_several_panels_share_one_scale():
     assert heads == ["short: 9, 33 % idle", "long: 27, 11 % idle"]
     alone = [bars(plot.pipeline(spans))[0][2] for spans in panels.values()]
     assert alone[0] > 2 * alone[1]  # each with a scale of its own
+
+
+def test_numbers_of_a_short_run_beside_a_long_one_have_room():
+    runs = {str(m): predict(gpipe(4, m), 0.0021, 0.0042) for m in (1, 8, 30)}
+    picture = plot.pipeline(runs, title="Short, longer, long", unit="seconds")
+    assert list(text_layout.complaints(picture.svg)) == []
+    assert texts(picture).count("0 ms") == 3
 
 
 def test_panels_do_not_overlap():

@@ -1,3 +1,5 @@
+import base64
+import io
 import re
 import subprocess
 import sys
@@ -6,9 +8,11 @@ import xml.etree.ElementTree as ET
 from itertools import pairwise
 
 import pytest
+import text_layout
 import torch
+from PIL import Image
 
-from d2lpar import plot
+from d2lpar import drawing, plot
 from d2lpar.schedules import direct, halving_doubling, ring, star, tree
 
 SCHEDULES = [star, ring, tree, direct, halving_doubling]
@@ -61,12 +65,64 @@ def test_every_picture_is_xml_with_its_alternative_text_and_the_same_bytes_again
     assert root.get("aria-label") == root.find(SVG + "title").text == picture.alt == repr(picture)
     assert len(picture.alt) > 8
     assert draw().svg == picture.svg
-    bundle = picture._repr_mimebundle_()
-    assert bundle == {"image/svg+xml": picture.svg, "text/plain": picture.alt}
+    assert list(text_layout.complaints(picture.svg)) == []
     ground = root.find(SVG + "rect")  # for dark pages
     assert ground.get("fill") == "#FFF" and ground.get("width") == "100%"
     assert "<style" not in picture.svg  # it would change the other pictures of a page
     assert len(picture.svg) < 40_000
+
+
+@pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES)
+def test_every_picture_is_shown_as_png_too_twice_as_large_in_64_colours(draw):
+    picture = draw()
+    data, metadata = picture._repr_mimebundle_()
+    png = base64.b64decode(data.pop("image/png"))
+    assert data == {"image/svg+xml": picture.svg, "text/plain": picture.alt}
+    image = Image.open(io.BytesIO(png))
+    width, height = (float(ET.fromstring(picture.svg).get(name)) for name in ("width", "height"))
+    assert image.size == (2 * width, pytest.approx(2 * height, abs=2))
+    assert metadata == {"image/png": {"alt": picture.alt, "width": width}}
+    assert len(image.getcolors()) <= 64 and len(png) < 60_000
+    assert image.convert("RGB").getpixel((8, 8)) == (255, 255, 255)
+    assert picture.png() == png
+
+
+def test_words_and_colours_are_in_the_png():
+    words = drawing.text(50 + 30j, "MMM", 'font-weight="bold"')
+    square = f'<rect x="10" y="50" width="20" height="20" fill="{drawing.PALETTE[1]}"/>'
+    image = Image.open(io.BytesIO(drawing.picture(words + square, 200, 80, "MMM").png()))
+    image = image.convert("RGB")
+    red, green, blue = image.getpixel((40, 120))
+    assert f"#{red:02X}{green:02X}{blue:02X}" == drawing.PALETTE[1]
+    left, _, right, _ = image.crop((0, 0, 400, 90)).point(lambda v: 255 - v).getbbox()
+    assert left == pytest.approx(100, abs=4)
+    assert right == pytest.approx(100 + 2 * drawing.text_width("MMM", bold=True), abs=4)
+
+
+@pytest.mark.parametrize("name", ["curves", "bars", "stacks", "links"])
+def test_a_chart_gives_its_figure_to_restyle_and_save(name, tmp_path):
+    picture = PICTURES[name]()
+    picture.figure.axes[0].set_title("Mine")
+    picture.figure.savefig(tmp_path / "chart.pdf")
+    picture.figure.savefig(tmp_path / "chart.svg", metadata={"Date": None})
+    assert (tmp_path / "chart.pdf").read_bytes().startswith(b"%PDF")
+    assert "Mine" in (tmp_path / "chart.svg").read_text()
+    assert "Mine" not in picture.svg
+    assert PICTURES["schedule"]().figure is None
+
+
+def test_a_text_without_room_is_seen():
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" font-size="12" viewBox="0 0 100 100">%s</svg>'
+    bad = {
+        '<text x="70" y="50">Width</text>': "leaves the picture",
+        '<text x="10" y="50">One</text><text x="30" y="55">Two</text>': "overlap",
+        '<rect x="10" y="40" width="20" height="20"/><text x="10" y="55">One</text>': "fills its",
+    }
+    for body, complaint in bad.items():
+        assert [complaint in found for found in text_layout.complaints(svg % body)] == [True]
+    good = '<text x="10" y="50">One</text><g transform="translate(0 9)"><text x="30" y="55">Two'
+    good += "</text></g>"
+    assert list(text_layout.complaints(svg % good)) == []
 
 
 def test_a_picture_does_not_depend_on_the_users_settings():
@@ -235,15 +291,20 @@ class Notebook:
     """Stands in for a running IPython: counts what is displayed and updated."""
 
     def __init__(self, monkeypatch):
-        self.shown, self.updates = [], []
+        self.shown, self.updates, self.excluded = [], [], []
         display = types.SimpleNamespace(display=self.display)
         module = types.SimpleNamespace(get_ipython=object, display=display)
         monkeypatch.setitem(sys.modules, "IPython", module)
 
-    def display(self, picture, display_id):
+    def display(self, picture, display_id, exclude):
         assert display_id is True
         self.shown.append(picture)
-        return types.SimpleNamespace(update=self.updates.append)
+        self.excluded.append(exclude)
+        return types.SimpleNamespace(update=self.update)
+
+    def update(self, picture, exclude):
+        self.updates.append(picture)
+        self.excluded.append(exclude)
 
 
 @pytest.fixture
@@ -270,6 +331,8 @@ def test_the_board_updates_one_display_a_few_times_a_second_and_always_at_the_en
     assert 2 <= len(notebook.updates) <= 4  # one second of epochs
     assert "epoch 10 of 10" in notebook.updates[-1].alt  # though 0.1 seconds after the one before
     assert board.picture is notebook.updates[-1]
+    *live, last = notebook.excluded  # a PNG takes as long as a few updates
+    assert set(live) == {("image/png",)} and not last
 
 
 def test_the_board_shows_a_second_run_in_a_second_display(monkeypatch, clock):
@@ -311,8 +374,12 @@ def test_a_picture_shows_itself_in_a_real_notebook_shell():
         "from IPython.testing.globalipapp import start_ipython\n"
         "ip = start_ipython()\n"
         "from d2lpar import plot\n"
-        "data, _ = ip.display_formatter.format(plot.bars({'a': 1}))\n"
+        "data, metadata = ip.display_formatter.format(plot.bars({'a': 1}))\n"
         "assert data['image/svg+xml'].startswith('<svg'), data\n"
+        "assert data['image/png'].startswith('iVBO'), data\n"
+        "assert metadata['image/png'] == {'alt': data['text/plain'], 'width': 760}, metadata\n"
         "assert data['text/plain'].startswith('Bars'), data\n"
+        "live, _ = ip.display_formatter.format(plot.bars({'a': 1}), exclude=('image/png',))\n"
+        "assert set(live) == {'image/svg+xml', 'text/plain'}, live\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
