@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import nbformat
@@ -25,7 +26,7 @@ from d2lpar.schedules import recursive_doubling
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-MAX_BYTES = 300_000
+MAX_BYTES = 700_000
 
 # Home folders, temporary ones, and where packages are installed.
 MACHINE_PATH = re.compile(
@@ -167,6 +168,13 @@ def check_alternative_text(nb):
         yield f"no alternative text: {image}"
 
 
+def check_untrusted(nb):
+    """JupyterLab hides SVG as long as a notebook is not trusted, as in a fresh clone."""
+    for number, output in outputs(nb):
+        if "image/svg+xml" in (data := output.get("data", {})) and "image/png" not in data:
+            yield f"cell [{number}] shows a figure as SVG only: make refresh"
+
+
 def check_reprs(nb):
     """A figure's or an object's default repr tells the reader nothing (and an address changes)."""
     for number, output in outputs(nb):
@@ -190,7 +198,14 @@ def check_format(nb):
 CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+not_yet = pytest.mark.xfail(strict=True, reason="remove this mark with the next make refresh")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(check, marks=not_yet) if check is check_untrusted else check for check in CHECKS],
+    ids=lambda check: check.__name__,
+)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebook(path, check):
     assert list(check(nbformat.read(path, as_version=4))) == []
@@ -225,8 +240,12 @@ def test_the_executor_between_ranks_of_notebook_03_takes_exchanges_too():
 SVG = '<svg role="img" aria-label="a ring of 4"><title>a ring of 4</title></svg>'
 
 
-def figure(svg=SVG, text="a ring of 4"):
-    return new_output("display_data", {"image/svg+xml": svg, "text/plain": text})
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mP4DwABAQEAHLCMmQAAAABJRU5ErkJggg=="
+
+
+def figure(svg=SVG, text="a ring of 4", alt="a ring of 4"):
+    data = {"image/svg+xml": svg, "image/png": PNG, "text/plain": text}
+    return new_output("display_data", data, metadata={"image/png": {"alt": alt, "width": 1}})
 
 
 def shown(text, name="stdout"):
@@ -290,9 +309,11 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_paths, output(shown(HOME))),
     (check_paths, output(figure(text=HOME))),
     (check_alternative_text, output(figure(svg="<svg><title> </title></svg>"))),
-    (check_alternative_text, output(new_output("display_data", {"image/png": "iVBO"}))),
+    (check_alternative_text, output(figure(alt=""))),
+    (check_alternative_text, output(new_output("display_data", {"image/png": PNG}))),
     (check_alternative_text, lambda nb: nb.cells[0].update(source="# A\n![](a.png)")),
     (check_alternative_text, lambda nb: nb.cells[0].update(source='# A\n<img src="a.png">')),
+    (check_untrusted, output(new_output("display_data", {"image/svg+xml": SVG}))),
     (check_reprs, output(figure(text="<Figure size 640x480 with 1 Axes>"))),
     (check_reprs, output(shown("[<matplotlib.lines.Line2D at 0x7f3a>]"))),
     (check_saved_cells, source("#@save d2lpar.schedules\ndef ring(k): ...")),
@@ -454,6 +475,43 @@ def test_runner_refreshes(tmp_path, capsys):
     page = built.with_suffix(".html").read_text()
     assert 'alt="a ring of 4"' in page
     assert 'href="02_next.html"' in page
+
+
+def page_of(*values, markdown="# A title"):
+    code_cell = new_code_cell("x", outputs=list(values))
+    nb = new_notebook(cells=[new_markdown_cell(markdown), code_cell])
+    return run_notebooks.to_html(nb, Path("01_toy.ipynb"))
+
+
+def images(page):
+    """(alternative text, type) of every image."""
+    found = []
+    parser = HTMLParser()
+    parser.handle_startendtag = lambda tag, attributes: (
+        tag == "img" and found.append(dict(attributes))
+    )
+    parser.feed(page)
+    return [(image["alt"], re.match("data:([^;]*);", image["src"])[1]) for image in found]
+
+
+def test_a_page_shows_the_svg_and_either_form_has_its_alternative_text():
+    both = figure(svg=SVG.replace("a ring of 4", "&quot;4&quot; &amp; 5"), alt='<"4" & 5>')
+    assert images(page_of(both)) == [('"4" & 5', "image/svg+xml")]
+    del both.data["image/svg+xml"]
+    assert images(page_of(both)) == [('<"4" & 5>', "image/png")]
+
+
+def test_a_page_asks_nothing_of_the_network():
+    page = page_of(figure(), markdown="# A title\n\n[Away](https://d2l.ai) costs $1 or $2.")
+    assert '<a href="https://d2l.ai">' in page  # followed only by those who want to
+    assert "<script" not in page
+    assert re.findall(r"""(?:src|<link [^>]*href)=["']?(?:https?:)?//""", page) == []
+    assert re.findall(r"(?:@import|url\()[\s\"']*(?:https?:)?//", page) == []
+
+
+def test_what_is_wide_on_a_page_can_be_scrolled_with_the_keyboard():
+    page = page_of(shown("x " * 99), markdown="# A title\n\n```\nmake\n```")
+    assert page.count('<pre tabindex="0">') == page.count("<pre") == 3
 
 
 def test_runner_stops_with_the_cell_and_its_traceback(tmp_path, capsys):

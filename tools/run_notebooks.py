@@ -8,7 +8,6 @@ The first cell that fails ends the run: it is printed with its traceback, and th
 """
 
 import argparse
-import base64
 import hashlib
 import html
 import json
@@ -114,10 +113,10 @@ def normalise(nb: NotebookNode) -> NotebookNode:
 def to_html(nb: NotebookNode, path: Path) -> str:
     """Return the notebook as one standalone page; its links to notebooks lead to their pages."""
     resources = {"metadata": {"name": path.stem, "path": str(path.parent)}}
-    exporter = HTMLExporter(embed_images=True)
-    exporter.log.setLevel("ERROR")  # it warns of missing alternative texts: see below
+    exporter = HTMLExporter(template_file=str(ROOT / "tools" / "page.html.j2"), embed_images=True)
+    exporter.register_filter("alternative_text", alternative_text)
+    exporter.log.setLevel("ERROR")  # it warns of missing alternative texts: page.html.j2 adds them
     page, _ = exporter.from_notebook_node(nb, resources)
-    page = re.sub(r"<img [^>]*data:image/svg\+xml;base64,[^>]*>", _with_alternative_text, page)
     return re.sub(r'href="([\w-]+)\.ipynb', r'href="\1.html', page)
 
 
@@ -127,13 +126,6 @@ def alternative_text(svg: str) -> str:
     title = re.search(r"<title[^>]*>([^<]*)</title>", svg)
     texts = [found.group(1).strip() for found in (label, title) if found]
     return html.unescape(next(filter(None, texts), ""))
-
-
-def _with_alternative_text(found: re.Match) -> str:
-    """Copy the figure's own alternative text to the <img> in which nbconvert hides the figure."""
-    tag = re.sub(r'\s*\balt="[^"]*"', "", found.group())
-    svg = base64.b64decode(re.search(r"base64,([^\"']*)", tag).group(1)).decode()
-    return tag.replace("<img", f'<img alt="{html.escape(alternative_text(svg))}"', 1)
 
 
 def _describe(nb: NotebookNode, index: int, reason: str) -> str:
