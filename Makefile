@@ -24,8 +24,10 @@ notebooks: $(INSTALLED)  ## run every notebook into build/notebooks (ONLY=03 run
 refresh: $(INSTALLED)  ## the same, and write the outputs back to notebooks/, to be committed
 	@$(PY) tools/run_notebooks.py --refresh $(ONLY)
 
-lab: $(INSTALLED)  ## open the notebooks in JupyterLab
-	@$(PY) -m jupyterlab --LabApp.default_url=/lab/tree/notebooks --LabApp.news_url=None \
+lab: $(INSTALLED)  ## open copies of the notebooks, kept in work/, in JupyterLab
+	@$(PY) tools/work_copies.py
+	@$(PY) -m jupyterlab --LabApp.default_url=/lab/tree/work --LabApp.news_url=None \
+	    --LabApp.app_settings_dir=tools/lab \
 	    --LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate
 
 test: lint  ## lint, unit tests, and the checks of notebooks that need no execution
@@ -49,7 +51,7 @@ saved-cells: $(INSTALLED)  ## rewrite the notebooks' "@save" cells from the modu
 bench: $(INSTALLED)  ## measure ours against torch's, and print the ratios
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) $$script; done
 
-clean:  ## remove what was built (.venv stays)
+clean:  ## remove what was built (.venv and work/ stay)
 	@rm -rf build .pytest_cache .ruff_cache .hypothesis
 	@find d2lpar tests tools benchmarks -name __pycache__ -type d -exec rm -rf {} +
 

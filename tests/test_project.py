@@ -68,7 +68,7 @@ ORDER = (
 MAX_LINES = 350
 MAX_BYTES = 30 * 2**20
 GENERATED = re.compile(
-    r"\.git|\.venv|build|.*\.egg-info|__pycache__|\..*_cache|\.hypothesis|\.ipynb_.*"
+    r"\.git|\.venv|build|work|.*\.egg-info|__pycache__|\..*_cache|\.hypothesis|\.ipynb_.*"
 )
 MUTABLE = {"list", "dict", "set", "bytearray", "deque", "defaultdict", "Counter", "OrderedDict"}
 MUTABLE |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}

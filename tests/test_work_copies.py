@@ -1,0 +1,145 @@
+"""Copies of the notebooks for readers to change: what they changed is never overwritten."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import work_copies
+from nbformat import write
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def save(path, source, printed="1\n"):
+    cell = new_code_cell(source, id="a", outputs=[new_output("stream", text=printed)])
+    path.parent.mkdir(exist_ok=True, parents=True)
+    write(new_notebook(cells=[cell]), path)
+
+
+def source(path):
+    return json.loads(path.read_text())["cells"][0]["source"]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    save(tmp_path / "notebooks" / "01_a.ipynb", ["first"])
+    return tmp_path / "notebooks", tmp_path / "work"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def test_notebooks_and_their_pictures_are_copied(folders):
+    notebooks, work = folders
+    save(notebooks / "exercises" / "02_b.ipynb", "x")
+    (notebooks / "img").mkdir()
+    (notebooks / "img" / "a.png").write_bytes(b"\x89PNG")
+    save(notebooks / ".ipynb_checkpoints" / "01_a-checkpoint.ipynb", "x")
+    assert work_copies.refresh(*folders) == []
+    assert names(work) == ["01_a.ipynb", "exercises", "img"]
+    assert names(work / "exercises") == ["02_b.ipynb"]
+    for path in ("01_a.ipynb", "img/a.png"):
+        assert (work / path).read_bytes() == (notebooks / path).read_bytes()
+
+
+def test_a_copy_that_was_not_changed_is_renewed(folders):
+    notebooks, work = folders
+    work_copies.refresh(*folders)
+    save(notebooks / "01_a.ipynb", ["second"])
+    assert work_copies.refresh(*folders) == []
+    assert names(work) == ["01_a.ipynb"] and source(work / "01_a.ipynb") == ["second"]
+
+
+def test_a_copy_that_was_only_opened_and_saved_is_renewed(folders):
+    notebooks, work = folders
+    save(notebooks / "01_a.ipynb", "two\nlines")
+    work_copies.refresh(*folders)
+    opened = json.loads((work / "01_a.ipynb").read_text())
+    opened["metadata"]["language_info"] = {"version": "3.11.7"}
+    [cell] = opened["cells"]
+    cell["metadata"] = {"trusted": False}
+    cell["source"] = ["two\n", "lines"]
+    (work / "01_a.ipynb").write_text(json.dumps(opened))
+    save(notebooks / "01_a.ipynb", ["second"])
+    assert work_copies.refresh(*folders) == []
+    assert names(work) == ["01_a.ipynb"] and source(work / "01_a.ipynb") == ["second"]
+
+
+@pytest.mark.parametrize("mine", [("mine", "1\n"), ("first", "2\n")], ids=["source", "output"])
+def test_a_copy_that_was_changed_stays_and_what_is_new_comes_beside_it(folders, mine):
+    notebooks, work = folders
+    work_copies.refresh(*folders)
+    save(work / "01_a.ipynb", *mine)
+    before = (work / "01_a.ipynb").read_bytes()
+    assert work_copies.refresh(*folders) == []  # nothing is new yet
+    for text in ("second", "third"):
+        save(notebooks / "01_a.ipynb", text)
+        [line] = work_copies.refresh(*folders)
+        assert "01_a.ipynb: you have changed your copy" in line and "01_a.new.ipynb" in line
+        assert names(work) == ["01_a.ipynb", "01_a.new.ipynb"]
+        assert source(work / "01_a.new.ipynb") == [text]
+        assert work_copies.refresh(*folders) == []  # said once
+    assert (work / "01_a.ipynb").read_bytes() == before
+
+
+def test_what_was_placed_beside_a_copy_is_not_overwritten_either(folders):
+    notebooks, work = folders
+    work_copies.refresh(*folders)
+    save(work / "01_a.ipynb", "mine")
+    save(notebooks / "01_a.ipynb", "second")
+    work_copies.refresh(*folders)
+    save(work / "01_a.new.ipynb", "mine too")
+    save(notebooks / "01_a.ipynb", "third")
+    assert "01_a.new2.ipynb" in work_copies.refresh(*folders)[0]
+    sources = [source(work / name) for name in names(work)]
+    assert sources == [["mine"], ["mine too"], ["third"]]
+
+
+def test_a_file_that_was_removed_comes_back_but_not_beside_a_copy(folders):
+    notebooks, work = folders
+    work_copies.refresh(*folders)
+    (work / "01_a.ipynb").unlink()
+    work_copies.refresh(*folders)
+    assert source(work / "01_a.ipynb") == ["first"]
+    save(work / "01_a.ipynb", "mine")
+    save(notebooks / "01_a.ipynb", "second")
+    work_copies.refresh(*folders)
+    (work / "01_a.new.ipynb").unlink()
+    assert work_copies.refresh(*folders) == [] and names(work) == ["01_a.ipynb"]
+    save(work / "01_a.ipynb", "second")  # taken over
+    save(notebooks / "01_a.ipynb", "third")
+    assert work_copies.refresh(*folders) == [] and source(work / "01_a.ipynb") == ["third"]
+
+
+@pytest.mark.parametrize("content", ["", "no notebook", "[]", "{}"])
+def test_what_is_no_notebook_any_more_and_what_has_no_record_stay(folders, content):
+    _, work = folders
+    work.mkdir()
+    (work / "01_a.ipynb").write_text(content)
+    assert len(work_copies.refresh(*folders)) == 1
+    assert (work / "01_a.ipynb").read_text() == content
+    assert source(work / "01_a.new.ipynb") == ["first"]
+
+
+def test_git_and_clean_leave_the_copies_alone(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("work", "build", "d2lpar", "tests", "tools", "benchmarks"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "work" / "01_a.ipynb").touch()
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "work" / "01_a.ipynb").exists() and not (tmp_path / "build").exists()
+    assert "work/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+def test_the_lab_opens_the_copies_and_asks_nothing_about_news():
+    printed = subprocess.run(["make", "-n", "lab"], cwd=ROOT, capture_output=True, text=True)
+    copies, lab = printed.stdout.replace("\\\n", "").splitlines()[-2:]
+    assert copies.endswith("tools/work_copies.py")
+    assert "--LabApp.default_url=/lab/tree/work" in lab
+    assert "--LabApp.app_settings_dir=tools/lab" in lab
+    settings = json.loads((ROOT / "tools" / "lab" / "overrides.json").read_text())
+    assert settings == {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
