@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import uuid
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,11 @@ def load_checkpoint(
             file, cut short, or changed in as little as one bit.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe may never end, and a device does not
+            raise OSError("it is a folder, a pipe or a device")
         content = Path(path).read_bytes()
-    except OSError as error:
-        problem = f"it cannot be read ({error.strerror or error})"
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        problem = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
         raise CheckpointError(f"{path}: {problem}. Give the name of a checkpoint.") from error
     if flaw := _flaw(content):
         raise CheckpointError(f"{path}: {flaw}. Copy it anew, or load an older checkpoint.")
@@ -147,11 +150,7 @@ def _flaw(content: bytes) -> str | None:
 
 def _replace(path: str | Path, content: bytearray) -> None:
     """Let this be the content of the file, in one step that happens wholly or not at all."""
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        raise CheckpointError(f"{path}: there is no folder {target.parent}. Make it first.")
-    if target.exists() and not target.is_file():
-        raise CheckpointError(f"{path}: this is a folder or a device. Give the name of a file.")
+    target = _target(path)
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -166,6 +165,21 @@ def _replace(path: str | Path, content: bytearray) -> None:
     finally:  # also after Ctrl-C; once renamed, it is no longer there
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _target(path: str | Path) -> Path:
+    """Return the file that has this name, or will have it; raise unless it can be written."""
+    try:
+        target = Path(os.path.realpath(path))
+        is_folder, in_the_way = target.parent.is_dir(), target.exists() and not target.is_file()
+    except (OSError, ValueError) as error:  # a name of over 255 characters, or with a NUL
+        problem = f"this cannot be the name of a file ({getattr(error, 'strerror', None) or error})"
+        raise CheckpointError(f"{path}: {problem}. Give another.") from error
+    if not is_folder:
+        raise CheckpointError(f"{path}: there is no folder {target.parent}. Make it first.")
+    if in_the_way:
+        raise CheckpointError(f"{path}: this is a folder or a device. Give the name of a file.")
+    return target
 
 
 def _sync_folder(folder: Path) -> None:

@@ -341,6 +341,23 @@ def test_a_pipe_or_a_device_is_not_replaced(tmp_path):
     assert stat.S_ISFIFO((tmp_path / "x").stat().st_mode)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_only_a_regular_file_is_read(tmp_path):
+    """Reading a pipe would wait for a writer, and reading a device would never end."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe", "/dev/zero", tmp_path / "link"):
+        refused(path, "a folder, a pipe or a device", "Give the name of a checkpoint")
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "a\0b"])
+def test_an_impossible_name_is_refused(tmp_path, name):
+    refused(tmp_path / name, "cannot be read")
+    with pytest.raises(CheckpointError, match=r"this cannot be the name of a file .*Give another"):
+        save_checkpoint(tmp_path / name, SMALL)
+    assert names(tmp_path) == []
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all")
 def test_an_unreadable_file(path):
     path.chmod(0)
