@@ -5,7 +5,9 @@
 Every process is a rank with a replica of its own, and reads its own share of each batch, so that
 together they take the steps that one process would take. A checkpoint is written after each epoch,
 and oftener on request; ``--resume`` goes on from it, in the middle of an epoch too, and ends with
-the weights of a run that was never stopped, bit for bit. Notebook 05 runs this file.
+the weights of a run that was never stopped, bit for bit. ``--resume-if-there`` starts from the
+beginning where there is no checkpoint yet: with it torchrun's ``--max-restarts`` goes on where a
+killed process stopped. Notebook 05 runs this file.
 """
 
 import argparse
@@ -108,7 +110,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", help="which ones, for example 0,1,3; one for each local rank")
     parser.add_argument("--checkpoint", default="lenet.safetensors", help="file to write")
     parser.add_argument("--every", type=_positive(int), help="also save after so many batches")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    resume = parser.add_mutually_exclusive_group()
+    resume.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    resume.add_argument("--resume-if-there", action="store_true", help="or from the beginning")
     parser.add_argument("--timeout", type=_positive(float), default=300, help="seconds")
     return parser.parse_args(argv)
 
@@ -127,8 +131,9 @@ def train(args: argparse.Namespace, device: torch.device) -> LeNet:
     """Train in the default process group, as the command line says; return the network.
 
     Raises:
-        ValueError: the ranks cannot share a batch evenly; or the checkpoint is of another run.
-        CheckpointError: on rank 0, when it cannot be loaded or saved.
+        ValueError: the ranks cannot share a batch evenly.
+        CheckpointError: on all ranks, when a checkpoint cannot be loaded or is of another run; on
+            rank 0, when it cannot be saved.
     """
     world_size = dist.get_world_size()
     if args.batch_size % world_size:
@@ -141,7 +146,9 @@ def train(args: argparse.Namespace, device: torch.device) -> LeNet:
     images, labels = train_iter.images[: args.examples], train_iter.labels[: args.examples]
     train_iter = Minibatches(images, labels, args.batch_size)
     network = LeNet(generator=torch.Generator().manual_seed(args.seed)).to(device)
-    progress = resume(args, network) if args.resume else Progress(0, 0, 0.0)
+    progress = Progress(0, 0, 0.0)
+    if args.resume or args.resume_if_there:
+        progress = resume(args, network, len(train_iter))
     model = DistributedDataParallel(network, weight="rows")
     for epoch in range(progress.epoch, args.epochs):
         begin = time.perf_counter()
@@ -212,37 +219,74 @@ def save(args: argparse.Namespace, network: LeNet, progress: Progress) -> None:
 
 
 @torch.no_grad()
-def resume(args: argparse.Namespace, network: LeNet) -> Progress:
+def resume(args: argparse.Namespace, network: LeNet, num_batches: int) -> Progress:
     """Load the checkpoint on rank 0, whose parameters the others get; return the progress.
 
     Only rank 0 needs the file, so the machines need not share a disk.
+
+    Raises:
+        CheckpointError: on all ranks, and with rank 0's reason.
     """
-    news = torch.zeros(3 + dist.get_world_size(), dtype=torch.float64)  # loaded, epoch, batch, loss
-    problem = None
+    news = torch.zeros(3 + dist.get_world_size(), dtype=torch.float64)
+    problem, text = None, b""
     if dist.get_rank() == 0:
         try:
-            epoch, batch, losses = _load(args, network)
-            news[:3] = torch.tensor([1, epoch, batch])
+            epoch, batch, losses = _load(args, network, num_batches)
+            news[1:3] = torch.tensor([epoch, batch])
             news[3:] = losses
-        except (CheckpointError, ValueError) as error:
-            problem = error
+        except CheckpointError as error:
+            problem, text = error, str(error).encode(errors="backslashreplace")
+            news[0] = len(text)
     ranks.broadcast(news)
-    if not news[0]:
-        raise problem or CheckpointError("rank 0 could not resume; its own error says why")
+    if num_bytes := int(news[0]):
+        reason = torch.tensor(list(text or bytes(num_bytes)), dtype=torch.uint8)
+        ranks.broadcast(reason)
+        words = bytes(reason.tolist()).decode()
+        raise problem or CheckpointError(f"rank 0 could not resume: {words}")
     return Progress(int(news[1]), int(news[2]), news[3 + dist.get_rank()].item())
 
 
-def _load(args: argparse.Namespace, network: LeNet) -> tuple[int, int, torch.Tensor]:
+def _load(args, network: LeNet, num_batches: int) -> tuple[int, int, torch.Tensor]:
+    """Load parameters into ``network``; return epoch, batch, and each rank's loss."""
+    losses = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    if args.resume_if_there and not os.path.exists(args.checkpoint):
+        print(f"{args.checkpoint}: there is none yet, so this is the beginning", flush=True)
+        return 0, 0, losses
     tensors, info = load_checkpoint(args.checkpoint)
-    for name, value in _identity(args).items():
-        if info.get(name) != value:
-            raise ValueError(
-                f"{args.checkpoint} is of a run with {name} {info.get(name)}, and this one has "
-                f"{value}: give the same, or leave out --resume"
-            )
+    expected = {**network.state_dict(), "losses": losses}
+    if flaw := _flaw(args, tensors, info, expected, num_batches):
+        raise CheckpointError(f"{args.checkpoint}: {flaw}")
+    if info["epoch"] == args.epochs:
+        print(f"{args.checkpoint}: all {args.epochs} epochs are done, nothing is left", flush=True)
     losses = tensors.pop("losses")
     network.load_state_dict(tensors)
     return info["epoch"], info["batch"], losses
+
+
+def _flaw(args, tensors: dict, info: dict, expected: dict, num_batches: int) -> str | None:
+    """Say why this run cannot go on from a checkpoint, or return None if it can."""
+    for name, value in _identity(args).items():
+        if info.get(name) != value:
+            other = f"it is of a run with {name} {info.get(name)}, and this one has {value}"
+            return f"{other}: give the same, or leave out --resume"
+    for name in {**expected, **tensors}:
+        found, wanted = _kind(tensors.get(name)), _kind(expected.get(name))
+        if found != wanted:
+            return f"its {name} is {found}, and should be {wanted}: was it saved by this program?"
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            return f"its {name} has NaN or infinite values: take an older one, or a smaller --lr"
+    epoch, batch = info.get("epoch"), info.get("batch")
+    if type(epoch) is not int or type(batch) is not int or epoch < 0 or batch < 0:
+        return f"its epoch is {epoch!r} and its batch {batch!r}, which tell no place to go on from"
+    if batch >= num_batches or (epoch, batch) > (args.epochs, 0):
+        end = f"--epochs is {args.epochs}, of {num_batches} batches each"
+        return f"it stands at epoch {epoch} and batch {batch}, which is past the end: {end}"
+    return None
+
+
+def _kind(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
 
 
 def _identity(args: argparse.Namespace) -> dict:
@@ -265,7 +309,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+    limit = timedelta(seconds=args.timeout)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+    # A store that outlives a restart holds the addresses of the processes that are gone.
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(backend, None, limit, world_size, rank, store)
     try:
         ranks.use_messages(timeout=args.timeout)
         train(args, device)

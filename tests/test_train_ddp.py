@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from d2lpar import launch, load_data_fashion_mnist
-from d2lpar.checkpoint import load_checkpoint
+from d2lpar.checkpoint import load_checkpoint, save_checkpoint
 from d2lpar.data import Minibatches
 from d2lpar.network import LeNet, loss
 from d2lpar.train_ddp import arguments, device_of, main, place
@@ -224,10 +225,57 @@ def test_a_run_does_not_go_on_as_another(small, tmp_path):
         (f"--checkpoint={path}", *options, "--lr=0.3", "--resume"),
         (f"--checkpoint={missing}", *options, "--resume"),
     )
-    assert f"ValueError: {path} is of a run with lr 0.2, and this one has 0.3" in first[1]
-    assert f"CheckpointError: {missing}: " in first[2]
-    assert second[1] == second[2]
-    assert "CheckpointError: rank 0 could not resume" in second[1]
+    other = f"{path}: it is of a run with lr 0.2, and this one has 0.3: give the same"
+    assert f"CheckpointError: {other}" in first[1]
+    assert f"CheckpointError: rank 0 could not resume: {other}" in second[1]
+    for outcome in first[2], second[2]:
+        assert f"{missing}: it cannot be read (No such file" in outcome
+
+
+def test_what_is_no_checkpoint_of_this_run_is_named_on_every_rank(small, tmp_path):
+    options = "--examples=64", "--batch-size=32", "--epochs=1"
+    run(2, small, (f"--checkpoint={tmp_path / 'net'}", *options))
+    tensors, info = load_checkpoint(tmp_path / "net")
+    weights = tensors["params.0"]
+    flaws = {
+        "params.0 is absent, and should be torch.float32 of shape": {"params.0": None},
+        "extra is torch.float32 of shape [1], and should be absent": {"extra": torch.ones(1)},
+        "params.0 is torch.float32 of shape [180], and": {"params.0": weights.reshape(-1)},
+        "params.0 is torch.float64 of shape [20, 1, 3, 3]": {"params.0": weights.double()},
+        "params.0 has NaN or infinite values": {"params.0": weights / 0},
+        "losses is absent": {"losses": None},
+        "losses is torch.float64 of shape [3], and should": {"losses": torch.zeros(3).double()},
+        "epoch is None and its batch 0, which tell no place": {"epoch": None},
+        "epoch is 1 and its batch 'x', which tell no": {"batch": "x"},
+        "epoch is -1 and its batch 0, which": {"epoch": -1},
+        "epoch 99 and batch 0, which is past the end: --epochs is 1": {"epoch": 99},
+        "epoch 1 and batch 1, which is past the end": {"batch": 1},
+        "epoch 0 and batch 2, which is past the end": {"epoch": 0, "batch": 2},
+    }
+    for i, change in enumerate(flaws.values()):
+        parts = [dict(tensors), dict(info)]
+        for name, value in change.items():
+            part = parts[name in info]
+            part[name] = value
+            if value is None:
+                del part[name]
+        save_checkpoint(tmp_path / str(i), *parts)
+    commands = [(f"--checkpoint={tmp_path / str(i)}", *options) for i in range(len(flaws))]
+    for outcomes in run(2, small, *[(*command, "--resume") for command in commands]):
+        for i, (words, outcome) in enumerate(zip(flaws, outcomes, strict=True)):
+            assert outcome.startswith("CheckpointError: "), outcome
+            assert f"{tmp_path / str(i)}: " in outcome and words in outcome
+
+
+def test_resume_if_there_begins_where_there_is_no_checkpoint_yet(small, tmp_path, capsys):
+    options = f"--checkpoint={tmp_path / 'net'}", "--examples=64", "--batch-size=32", "--epochs=1"
+    plain, there = (f"--checkpoint={tmp_path / 'other'}", *options[1:]), "--resume-if-there"
+    for outcomes in run(2, small, plain, (*options, there), (*options, there)):
+        assert same(outcomes[0], outcomes[1]) and same(outcomes[0], outcomes[2])
+    out = capsys.readouterr().out
+    assert out.count(f"{tmp_path / 'net'}: there is none yet, so this is the beginning") == 1
+    assert out.count(f"{tmp_path / 'net'}: all 1 epochs are done, nothing is left") == 1
+    assert out.count("epoch  1/1") == 2  # the third run had nothing to do
 
 
 def test_batches_must_be_shared_evenly(small):
@@ -238,11 +286,11 @@ def test_batches_must_be_shared_evenly(small):
 # The script itself
 
 
-def torchrun(*options):
-    words = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+def torchrun(*options, how=("--standalone",), script=("-m", "d2lpar.train_ddp")):
+    words = "-m", "torch.distributed.run", "--nproc_per_node=2", *how
     # OMP_NUM_THREADS: as in launch; TQDM_MININTERVAL: each step of the bar is shown
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "0"}
-    command = [sys.executable, *words, "-m", "d2lpar.train_ddp", *options]
+    command = [sys.executable, *words, *script, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done
@@ -265,6 +313,38 @@ def test_torchrun_trains_saves_and_resumes(small, tmp_path):
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert not torch.equal(tensors["params.0"], half[0]["params.0"])
+
+
+def test_a_restart_of_torchrun_under_a_fixed_port_goes_on_from_the_checkpoint(small, tmp_path):
+    """The store under a fixed port outlives the restart, and with it the addresses of the dead."""
+    script, path, other = (tmp_path / name for name in ("script.py", "net", "other"))
+    script.write_text("""if True:
+        import os, signal
+        from d2lpar import train_ddp
+
+        def save_and_die(args, network, progress):
+            save(args, network, progress)
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+            print(f"attempt {attempt} rank {os.environ['RANK']} saved", flush=True)
+            if attempt == "0" and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        save, train_ddp.save = train_ddp.save, save_and_die
+        train_ddp.main()
+    """)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = "--examples=512", "--epochs=1", "--every=1"
+    how = "--max-restarts=3", f"--master_port={port}"
+    done = torchrun(
+        f"--checkpoint={path}", *options, "--resume-if-there", how=how, script=(script,)
+    )
+    saves = re.findall(r"attempt (\d) rank 1 saved", done.stdout)
+    assert saves == ["0", "1"], done.stdout  # batch 1; batch 2 by the next attempt, not the third
+    assert done.stdout.count("there is none yet, so this is the beginning") == 1
+    run(2, small, (f"--checkpoint={other}", *options))
+    assert path.read_bytes() == other.read_bytes()
 
 
 def test_without_torchrun_the_script_says_what_is_missing(monkeypatch):
