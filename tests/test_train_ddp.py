@@ -319,16 +319,19 @@ def test_a_restart_of_torchrun_under_a_fixed_port_goes_on_from_the_checkpoint(sm
     """The store under a fixed port outlives the restart, and with it the addresses of the dead."""
     script, path, other = (tmp_path / name for name in ("script.py", "net", "other"))
     script.write_text("""if True:
-        import os, signal
+        import os, signal, time
         from d2lpar import train_ddp
+
+        attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 
         def save_and_die(args, network, progress):
             save(args, network, progress)
-            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-            print(f"attempt {attempt} rank {os.environ['RANK']} saved", flush=True)
-            if attempt == "0" and os.environ["RANK"] == "1":
+            print(f"attempt {attempt} rank {rank} saved", flush=True)
+            if attempt == "0" and rank == "1":
                 os.kill(os.getpid(), signal.SIGKILL)
 
+        if attempt != "0" and rank == "1":
+            time.sleep(2)  # for so long rank 0 could find the address of the one that died
         save, train_ddp.save = train_ddp.save, save_and_die
         train_ddp.main()
     """)
