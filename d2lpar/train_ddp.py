@@ -168,7 +168,7 @@ def train_epoch(
 ) -> float:
     """Take the batches that are left of an epoch; return the sum of this rank's losses in all."""
     epoch, first, loss_sum = progress
-    sampler = DistributedSampler(train_iter.images, seed=args.seed)
+    sampler = DistributedSampler(train_iter.images, seed=args.seed, pad=False)
     num_rows, num_batches = args.batch_size // dist.get_world_size(), len(train_iter)
     sampler.set_epoch(epoch, start=first * num_rows)
     own = iter(sampler)
@@ -194,7 +194,7 @@ def train_epoch(
 @torch.no_grad()
 def report(epoch, args, network: LeNet, loss_part: float, test_iter, seconds: float) -> None:
     """Print a line about an epoch on rank 0: each rank tests its share, every example once."""
-    sampler = DistributedSampler(range(len(test_iter.images)), shuffle=False)
+    sampler = DistributedSampler(range(len(test_iter.images)), shuffle=False, pad=False)
     correct = 0
     for rows in torch.tensor(list(sampler), dtype=torch.int64).split(1024):
         X, y = test_iter.take(rows.to(test_iter.images.device))
