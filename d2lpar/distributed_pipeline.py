@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .agreement import agree
+from .members import destroy, member_of
 from .parallel_loss import Count
 from .pipeline import Losses, make_ticks, on_device, require_number, run_actions, split_rows
 from .pipeline_schedules import (
@@ -31,7 +32,6 @@ from .pipeline_schedules import (
     target,
 )
 from .point_to_point import check_sendable, receive, send
-from .ranks import member_of
 from .sender import Sender
 from .stages import Stage, call
 from .transport import group_like
@@ -81,6 +81,7 @@ class DistributedPipeline(nn.Module):
         member, limit = member_of(group, timeout)
         if dist.get_backend(group) == dist.Backend.NCCL:
             group = group_like(group, dist.Backend.GLOO)
+            weakref.finalize(self, destroy, group)
             member, limit = member_of(group, timeout)
         self.group, self.timeout, self.transport = group, timeout, member.transport
         self.ranks, self.number = self.transport.ranks, self.transport.member

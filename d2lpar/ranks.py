@@ -9,7 +9,6 @@ wrong. Notebook 05 builds this file.
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from .collectives import (
     put_back,
     reducer,
 )
-from .lanes import CHANNELS, Lanes, SharedMemory
+from .members import Member, member_of, use_lanes, use_messages
 from .schedules import (
     Schedule,
     check_steps,
@@ -36,7 +35,7 @@ from .schedules import (
     star,
     tree_broadcast,
 )
-from .transport import Messages, PeerError, Receive, Send, Transport, take
+from .transport import PeerError, Receive, Send, Transport, take
 
 __all__ = (
     "MismatchError",
@@ -50,24 +49,6 @@ __all__ = (
     "use_lanes",
     "use_messages",
 )
-
-TIMEOUT = 300.0  # seconds that a call waits for the others, unless it is told
-
-
-class _Member:
-    """What a rank keeps for a group of which it is a member."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        timeout: float = TIMEOUT,  # of a call that names none
-        memory: SharedMemory | None = None,  # of the default group's: lanes for further groups
-    ):
-        self.transport, self.timeout, self.memory = transport, timeout, memory
-        self.calls = 0
-
-
-_members: WeakKeyDictionary[dist.ProcessGroup, _Member] = WeakKeyDictionary()
 
 
 def allreduce(
@@ -218,27 +199,6 @@ def choose(nbytes: int, k: int) -> Schedule:
     return star if nbytes <= 2 * 2**20 else direct
 
 
-def use_lanes(memory: SharedMemory, timeout: float) -> None:
-    """Let the default group, and the next ones that this rank takes part in, use ``memory``."""
-    group = dist.group.WORLD
-    ranks = dist.get_process_group_ranks(group)
-    lanes = Lanes(dist.get_rank(), ranks, memory, channel=0)
-    _members[group] = _Member(lanes, timeout, memory)
-
-
-def use_messages(group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
-    """Let ``group`` send torch.distributed's messages where it would have lanes: call on all ranks.
-
-    To compare the two, or to see what happens between machines. ``timeout`` is then that of calls
-    that name none; those of other groups take the default group's.
-    """
-    group = group or dist.group.WORLD
-    before = _members.get(group) or _members.get(dist.group.WORLD)
-    timeout = timeout or (before.timeout if before else TIMEOUT)
-    memory = before.memory if before and group is dist.group.WORLD else None
-    _members[group] = _Member(Messages(group), timeout, memory)
-
-
 class _Step(NamedTuple):
     """A member's own moves of one step: (destination, chunk), (source, chunk, into)."""
 
@@ -286,7 +246,7 @@ def _message_of(tensor: torch.Tensor, transport: Transport, widen: bool = True) 
     return flat.contiguous().to(transport.device)
 
 
-def _begin(plan, tensor, op, member: _Member, check: bool, timeout: float) -> list[int]:
+def _begin(plan, tensor, op, member: Member, check: bool, timeout: float) -> list[int]:
     """Compare plans, then look at what all have agreed on: so an error is the same on all ranks."""
     member.calls += 1
     if check:
@@ -298,40 +258,6 @@ def _begin(plan, tensor, op, member: _Member, check: bool, timeout: float) -> li
     if is_expanded(tensor):
         raise ValueError(f"the tensor is an expanded view (strides {tensor.stride()}): clone it")
     return rows
-
-
-def member_of(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[_Member, float]:
-    """Return what this rank keeps for ``group``, and for how long to wait: for a module of ours."""
-    if not dist.is_initialized():
-        raise ValueError("there is no process group: call this inside launch or under torchrun")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this rank is no member of the group")
-    group = group or dist.group.WORLD
-    member = _members.get(group)
-    known = member or _members.get(dist.group.WORLD)
-    if timeout is None:
-        timeout = known.timeout if known else TIMEOUT
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
-    if not member:
-        member = _members[group] = _join(group, timeout)
-    return member, timeout
-
-
-def _join(group: dist.ProcessGroup, timeout: float) -> _Member:
-    """Give the group lanes of its own where its members have a channel free, else messages."""
-    world = _members.get(dist.group.WORLD)
-    messages = Messages(group)
-    if world is None or world.memory is None or len(messages.ranks) == 1:
-        return _Member(messages, world.timeout if world else TIMEOUT)
-    used = world.memory.used
-    notes = messages.tell(bytes(used), timeout)
-    free = [c for c in range(CHANNELS) if not any(note[c] for note in notes)]
-    if not free:
-        return _Member(messages, world.timeout)
-    used[free[0]] = True
-    lanes = Lanes(messages.member, messages.ranks, world.memory, free[0])
-    return _Member(lanes, world.timeout)
 
 
 def _rows(tensor) -> int:

@@ -7,6 +7,7 @@ machines; ``lanes`` has another one, for ranks that share a memory. Notebook 05 
 """
 
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -104,12 +105,18 @@ class Messages(Transport):
     (``batch_isend_irecv``). That part has not been run: it takes several GPUs.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, line: int = 0):
         super().__init__(dist.get_rank(group), dist.get_process_group_ranks(group))
-        self.group = group
+        self._group = weakref.ref(group)  # what is kept for a group must not keep it
+        self.line = line  # the tag: messages of different lines do not meet
         if dist.get_backend(group) == dist.Backend.NCCL:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.staging = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, which someone else must keep."""
+        return self._group()
 
     def _tell(self, note: bytes, deadline: float) -> list[bytes]:
         mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(self.device)
@@ -168,7 +175,7 @@ class Messages(Transport):
         return landings
 
     def _operation(self, kind: Callable, tensor: torch.Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, self.ranks[peer], self.group)
+        return dist.P2POp(kind, tensor, self.ranks[peer], self.group, self.line)
 
     def _post(self, operations: list[dist.P2POp]) -> list[tuple[list[int], dist.Work]]:
         """Start all; return what is under way, each with the ranks that it is about."""
@@ -180,7 +187,7 @@ class Messages(Transport):
         works = []
         for kind, tensor, peer in [(o.op, o.tensor, o.peer) for o in operations]:
             try:
-                works.append(([peer], kind(tensor, peer, self.group)))
+                works.append(([peer], kind(tensor, peer, self.group, self.line)))
             except RuntimeError as error:
                 raise _gone([peer], error) from None
         return works

@@ -27,7 +27,7 @@ add = torch.Tensor.add_
 
 def transport_of(group=None):
     ranks.barrier(group)  # now it has one
-    return ranks._members[group or dist.group.WORLD].transport
+    return ranks.member_of(group, None)[0].transport
 
 
 @pytest.fixture(autouse=True)
@@ -308,7 +308,7 @@ def test_no_file_is_left_however_it_ends(end, files):
 
 def test_all_ranks_have_one_file_in_memory_whose_name_is_gone(files):
     def check(rank, k):
-        memory = ranks._members[dist.group.WORLD].memory
+        memory = ranks.member_of(None, None)[0].memory
         return memory.path, os.path.exists(memory.path), memory.bytes.nbytes
 
     found = launch(check, 2)

@@ -689,7 +689,7 @@ def test_messages_have_the_timeout_that_they_are_given():
         group = dist.new_group([0])
         ranks.barrier(group)
         outcome = attempt(ranks.barrier)
-        return outcome[0], outcome[-1] < 1.2, ranks._members[group].timeout
+        return outcome[0], outcome[-1] < 1.2, ranks.member_of(group, None)[1]
 
     assert launch(check, 2)[0] == ("PeerError", True, 0.3)
 
