@@ -97,7 +97,7 @@ def test_one_step_is_the_same_on_any_number_of_devices(k, rows, reduce):
     expected = step_with_autograd_alone(X, y, device_params[0], lr=0.3)
     assert largest_difference(device_params[0], expected) > 1e-3  # the step does something
     total = train_batch(X, y, device_params, devices, 0.3, reduce)
-    assert largest_difference(device_params[0], expected) < 1e-6
+    assert largest_difference(device_params[0], expected) < 5e-6
     start = replicas(1)[0][0]
     torch.testing.assert_close(total, loss(lenet(X, start), y).sum().detach())
     assert not total.requires_grad
@@ -119,8 +119,8 @@ def test_ten_steps_in_float64_agree_and_replicas_stay_equal_to_the_bit(k):
 
 
 def gap_to_one_device(k=4, rows=21, monkeypatch=None, **patches):
-    X, y = batch(rows)
-    device_params, devices = replicas(k)
+    X, y = batch(rows, torch.float64)  # the rounding of float32 is as large as some bugs
+    device_params, devices = replicas(k, torch.float64)
     expected = step_with_autograd_alone(X, y, device_params[0], lr=0.3)
     for name, function in patches.items():
         monkeypatch.setattr(training, name, function)
@@ -129,7 +129,7 @@ def gap_to_one_device(k=4, rows=21, monkeypatch=None, **patches):
 
 
 def test_the_true_code_has_no_gap():
-    assert gap_to_one_device() < 1e-6
+    assert gap_to_one_device() < 1e-12
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
@@ -171,7 +171,7 @@ def test_a_mean_of_means_is_caught(monkeypatch):
         return loss(y_hat, y).mean()
 
     assert gap_to_one_device(monkeypatch=monkeypatch, sgd=sgd, loss=mean_loss) > 1e-5
-    assert gap_to_one_device(rows=20, monkeypatch=monkeypatch) < 1e-6  # right for even shards
+    assert gap_to_one_device(rows=20, monkeypatch=monkeypatch) < 1e-12  # right for even shards
 
 
 def test_dropped_rows_are_caught(monkeypatch):
