@@ -526,13 +526,27 @@ def test_runner_stops_with_the_cell_and_its_traceback(tmp_path, capsys):
     assert not code(nbformat.read(tmp_path / "01_toy.ipynb", as_version=4))[1].outputs  # as it was
 
 
-def test_runner_does_not_wait_for_ever(tmp_path, capsys):
-    child = "import subprocess, time\nprint(subprocess.Popen(['sleep', '60']).pid)"
-    status, built = run(tmp_path, child, "time.sleep(60)", arguments=["--cell-limit", "2"])
+@pytest.mark.parametrize(
+    "hangs, arguments, reason",
+    [
+        ("time.sleep(600)", ["--idle-limit=3"], "Nothing was computed for 3 s (--idle-limit)"),
+        ("while True: pass", ["--notebook-limit=12"], "used up its 12 s (--notebook-limit)"),
+    ],
+)
+def test_runner_does_not_wait_for_ever(tmp_path, capsys, hangs, arguments, reason):
+    child = "import subprocess, time\nprint(subprocess.Popen(['sleep', '600']).pid)"
+    status, built = run(tmp_path, child, hangs, arguments=arguments)
     assert status == 1
     report = capsys.readouterr().out
-    assert "In cell [2]:\n\n    time.sleep(60)" in report
-    assert "did not end within 2 s (--cell-limit)" in report
+    assert f"In cell [2]:\n\n    {hangs}" in report
+    assert reason in report
     pid = int(code(nbformat.read(built, as_version=4))[0].outputs[0].text)
     with contextlib.suppress(psutil.NoSuchProcess):  # what the cell started has ended with it
         assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_runner_waits_as_long_as_a_cell_or_what_it_has_started_computes(tmp_path):
+    spin = "import time; end = time.monotonic() + 6\nwhile time.monotonic() < end: pass"
+    child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {spin!r}])"
+    status, _ = run(tmp_path, spin, child, arguments=["--idle-limit=3"])
+    assert status == 0

@@ -15,13 +15,16 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import nbformat
+import psutil
 from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpecManager
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbconvert import HTMLExporter
 from nbconvert.preprocessors import ExecutePreprocessor
 from nbformat import NotebookNode
@@ -59,14 +62,9 @@ def read(path: Path) -> NotebookNode:
     return nbformat.reads(json.dumps(raw), as_version=4)
 
 
-def execute(nb: NotebookNode, folder: Path, cell_limit: float, notebook_limit: float) -> None:
+def execute(nb: NotebookNode, folder: Path, idle_limit: float, notebook_limit: float) -> None:
     """Execute the notebook in place, in ``folder``. Limits in seconds; raises NotebookError."""
-    deadline = time.monotonic() + notebook_limit
     started = []  # the indices of the cells that have begun
-
-    def seconds_left(cell: NotebookNode) -> float:
-        return max(1.0, min(cell_limit, deadline - time.monotonic()))
-
     for cell in nb.cells:
         if cell.cell_type == "code":
             cell.update(outputs=[], execution_count=None)
@@ -74,28 +72,73 @@ def execute(nb: NotebookNode, folder: Path, cell_limit: float, notebook_limit: f
         kernel_name="python3",
         kernel_manager_class=OwnKernel,
         extra_arguments=["--Application.log_level=ERROR"],  # or ipykernel warns about TCP
-        timeout_func=seconds_left,
+        timeout=None,  # a cell may take long on a busy machine: see end_what_hangs
+        startup_timeout=notebook_limit,
         shutdown_kernel="immediate",  # with all that it started: ranks that hang must not stay
         record_timing=False,
         coalesce_streams=True,
         on_cell_start=lambda cell, cell_index: started.append(cell_index),
     )
     try:
-        client.preprocess(nb, {"metadata": {"path": str(folder)}})
+        with end_what_hangs(idle_limit, notebook_limit) as reasons:
+            client.preprocess(nb, {"metadata": {"path": str(folder)}})
     except CellExecutionError:
         cell = nb.cells[started[-1]]
         error = next(out for out in cell.outputs if out.output_type == "error")
         raise NotebookError(_describe(nb, started[-1], "\n".join(error.traceback))) from None
-    except CellTimeoutError:
-        spent = notebook_limit - (deadline - time.monotonic())
-        if spent >= notebook_limit:
-            reason = f"The notebook has used up its {notebook_limit:.0f} s (--notebook-limit)."
-        else:
-            reason = f"The cell did not end within {cell_limit:.0f} s (--cell-limit)."
-        raise NotebookError(_describe(nb, started[-1], reason)) from None
     except DeadKernelError:
-        reason = "The kernel died: killed for want of memory, or crashed in compiled code."
+        died = "The kernel died: killed for want of memory, or crashed in compiled code."
+        reason = reasons[0] if reasons else died
         raise NotebookError(_describe(nb, started[-1], reason)) from None
+
+
+@contextmanager
+def end_what_hangs(idle_limit: float, notebook_limit: float):
+    """End the processes started inside when they hang; yield the list of reasons, at first empty.
+
+    On a busy machine a cell may take any time, and is not stopped for it. Processes that have used
+    less than a hundredth of a core during ``idle_limit`` seconds wait for something that does not
+    come. Those that compute forever meet ``notebook_limit``.
+    """
+    begin, reasons, over = time.monotonic(), [], threading.Event()
+    then, before = begin, 0.0  # when progress was last seen, and the CPU seconds used by then
+    others = set(psutil.Process().children(recursive=True))
+
+    def started() -> set[psutil.Process]:
+        return set(psutil.Process().children(recursive=True)) - others
+
+    def watch() -> None:
+        nonlocal then, before
+        while not over.wait(idle_limit / 20):
+            now, used = time.monotonic(), _cpu_seconds(started())
+            if abs(used - before) > 0.01 * idle_limit:  # it falls when a process ends
+                then, before = now, used
+            elif now - then > idle_limit:
+                reasons.append(f"Nothing was computed for {idle_limit:.0f} s (--idle-limit).")
+            if now - begin > notebook_limit:
+                limit = f"{notebook_limit:.0f} s (--notebook-limit)"
+                reasons.append(f"The notebook has used up its {limit}.")
+            if reasons:
+                for process in started():
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield reasons
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _cpu_seconds(processes: set[psutil.Process]) -> float:
+    used = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            used += sum(process.cpu_times()[:2])  # user and system
+    return used
 
 
 def normalise(nb: NotebookNode) -> NotebookNode:
@@ -134,7 +177,7 @@ def _describe(nb: NotebookNode, index: int, reason: str) -> str:
     return f"In cell [{number}]:\n\n{source}\n\n{reason}"
 
 
-def run(path: Path, build: Path, refresh: bool, cell_limit: float, notebook_limit: float) -> None:
+def run(path: Path, build: Path, refresh: bool, idle_limit: float, notebook_limit: float) -> None:
     """Execute one notebook and write the results. The build folder also gets a failed one."""
     nb = read(path)
     target = build / path.name
@@ -142,7 +185,7 @@ def run(path: Path, build: Path, refresh: bool, cell_limit: float, notebook_limi
     for old in (target, page):
         old.unlink(missing_ok=True)
     try:
-        execute(nb, path.parent, cell_limit, notebook_limit)
+        execute(nb, path.parent, idle_limit, notebook_limit)
     finally:
         nbformat.write(normalise(nb), target)
     page.write_text(to_html(nb, path), encoding="utf-8")
@@ -155,8 +198,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="first letters of the notebooks; default: all")
     parser.add_argument("--refresh", action="store_true", help="write outputs back to notebooks/")
-    parser.add_argument("--cell-limit", type=float, default=900, metavar="SECONDS")
-    parser.add_argument("--notebook-limit", type=float, default=1800, metavar="SECONDS")
+    parser.add_argument("--idle-limit", type=float, default=300, metavar="SECONDS")
+    parser.add_argument("--notebook-limit", type=float, default=3600, metavar="SECONDS")
     parser.add_argument("--folder", type=Path, default=ROOT / "notebooks")
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "notebooks")
     args = parser.parse_args(arguments)
@@ -182,7 +225,7 @@ def run_all(paths: list[Path], args: argparse.Namespace) -> int:
         print(f"{path.name:<{width}} ... ", end="", flush=True)
         start = time.monotonic()
         try:
-            run(path, args.build, args.refresh, args.cell_limit, args.notebook_limit)
+            run(path, args.build, args.refresh, args.idle_limit, args.notebook_limit)
         except NotebookError as error:
             print(f"failed after {time.monotonic() - start:.1f} s\n\n{_plain(str(error))}")
             print(f"\nThe notebook up to there: {_shown(args.build / path.name)}")
