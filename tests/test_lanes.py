@@ -92,14 +92,14 @@ def test_a_sender_far_ahead_blocks_and_goes_on():
             for i in range(SLOTS, count):
                 transport.exchange([Send(1, torch.full((3,), float(i)))], [], 30)
             return free, time.monotonic() - begin
-        time.sleep(0.5)
+        time.sleep(2)
         parts = [torch.zeros(3) for _ in range(count)]
         for part in parts:
             transport.exchange([], [Receive(0, part, take)], 30)
         return [part.tolist() for part in parts]
 
     (free, all_of_them), received = launch(check, 2)
-    assert free < 0.4 < all_of_them
+    assert free < 1.5 < all_of_them
     assert received == [[float(i)] * 3 for i in range(50)]
 
 
