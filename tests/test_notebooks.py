@@ -529,7 +529,7 @@ def test_runner_stops_with_the_cell_and_its_traceback(tmp_path, capsys):
 @pytest.mark.parametrize(
     "hangs, arguments, reason",
     [
-        ("time.sleep(600)", ["--idle-limit=3"], "Nothing was computed for 3 s (--idle-limit)"),
+        ("time.sleep(600)", ["--idle-limit=2"], "Nothing was computed for 2 s (--idle-limit)"),
         ("while True: pass", ["--notebook-limit=12"], "used up its 12 s (--notebook-limit)"),
     ],
 )
@@ -546,7 +546,7 @@ def test_runner_does_not_wait_for_ever(tmp_path, capsys, hangs, arguments, reaso
 
 
 def test_runner_waits_as_long_as_a_cell_or_what_it_has_started_computes(tmp_path):
-    spin = "import time; end = time.monotonic() + 6\nwhile time.monotonic() < end: pass"
+    spin = "import time; end = time.monotonic() + 4\nwhile time.monotonic() < end: pass"
     child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {spin!r}])"
-    status, _ = run(tmp_path, spin, child, arguments=["--idle-limit=3"])
+    status, _ = run(tmp_path, spin, child, arguments=["--idle-limit=2"])
     assert status == 0

@@ -288,8 +288,8 @@ def test_batches_must_be_shared_evenly(small):
 
 def torchrun(*options, how=("--standalone",), script=("-m", "d2lpar.train_ddp")):
     words = "-m", "torch.distributed.run", "--nproc_per_node=2", *how
-    # OMP_NUM_THREADS: as in launch; TQDM_MININTERVAL: each step of the bar is shown
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "0"}
+    one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as in launch
+    env = {**os.environ, **one_thread, "TQDM_MININTERVAL": "0"}  # each step of the bar is shown
     command = [sys.executable, *words, *script, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,8 @@ class Setting(NamedTuple):
 
 RUNS = (Setting("DEFAULT", 1), Setting("AVX2", 2), Setting(None, 2), Setting(None, 4))
 
-# Torch takes its kernels from three libraries: its own, oneDNN and MKL.
+# Torch takes its kernels from three libraries: its own, oneDNN and MKL (which heeds its variable on
+# Intel's processors only).
 LIMITS = {
     "DEFAULT": ("default", "SSE41", "SSE4_2"),
     "AVX2": ("avx2", "AVX2", "AVX2"),
@@ -42,10 +43,11 @@ PROBE = "import torch; print(torch.backends.cpu.get_cpu_capability(), torch.get_
 
 def environment(setting: Setting) -> dict[str, str]:
     """Return the environment in which torch, here and in ranks, uses these kernels and threads."""
-    variables = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    unset = (*VARIABLES, "MKL_NUM_THREADS")
+    variables = {name: value for name, value in os.environ.items() if name not in unset}
     if setting.kernels:
         variables |= dict(zip(VARIABLES, LIMITS[setting.kernels], strict=True))
-    variables["OMP_NUM_THREADS"] = variables["MKL_NUM_THREADS"] = str(setting.threads)
+    variables["OMP_NUM_THREADS"] = str(setting.threads)
     variables["MKL_DYNAMIC"] = "FALSE"  # or MKL would use no more threads than there are cores
     return variables
 
