@@ -11,6 +11,7 @@ import cmath
 import functools
 import io
 import math
+import textwrap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,12 @@ def text_width(words: object, size: float = 12, bold: bool = False) -> float:
     return _font(bold).getlength(str(words)) * size / 1000
 
 
+def wrapped(words: str, room: float, size: float = 12, bold: bool = False) -> str:
+    """Return the words, cut into lines if they take more than ``room`` pixels."""
+    per_line = room / (text_width(words, size, bold) or 1)
+    return words if per_line >= 1 else textwrap.fill(words, int(per_line * len(words)))
+
+
 def picture(body: str, width: float, height: float, alt: str, figure: Any = None) -> Picture:
     """An SVG around ``body``, on a white ground: on a dark page the text would be lost."""
     svg = (
@@ -135,7 +142,7 @@ def schedule(schedule: Callable[[int], list[list[Move]]], k: int, title: str = "
         alt.append(f"Step {i + 1}: {_in_words(step)}; {whole} of {k * panel.n} sums are whole.")
     key = [f'<text x="16" y="{40 + 19 * i}">{line}</text>' for i, line in enumerate(KEY)]
     panels.append('<text x="16" y="14" font-weight="bold">how to read it</text>' + "".join(key))
-    body = f'<text x="16" y="26" font-size="17" font-weight="bold">{escape(title)}</text>'
+    body = heading(title, columns * panel.width)
     for i, drawn in enumerate(panels):
         x, y = i % columns * panel.width, 50 + i // columns * panel.height
         body += f'<g transform="translate({x:g} {y:g})">{drawn}</g>'
@@ -278,7 +285,7 @@ def timeline(spans: Sequence[tuple[str, str, float, float]], title: str = "") ->
     left, top = 26 + max(map(text_width, lanes)), 46 if title else 16  # room for names and title
     width, bottom = max(WIDTH, left + 400), top + 26 * len(lanes)
     scale = (width - left - 40) / (total or 1)  # pixels in a second
-    body = text(16 + 22j, escape(title), 'font-size="17" font-weight="bold"') if title else ""
+    body = heading(title, width)
     for tick in round_numbers(total or 1):
         x = left + tick * scale
         body += f'<path d="M{x:.5g} {top}V{bottom + 4}" stroke="{GREY}"/>'
@@ -328,3 +335,10 @@ def _ms(seconds: float) -> str:
 def text(point: complex, words: object, more: str = "") -> str:
     """SVG for words whose middle is at ``point``, a complex number; ``more`` is attributes."""
     return f'<text x="{point.real:.4g}" y="{point.imag + 4:.4g}" {more}>{words}</text>'
+
+
+def heading(title: str, width: float) -> str:
+    """SVG for the title of a picture, made smaller where that is needed; nothing for no title."""
+    size = min(17, 17 * (width - 32) / (text_width(title, 17, bold=True) or 1))
+    style = f'font-size="{size:.3g}" font-weight="bold"'
+    return text(16 + 22j, escape(title), style) if title else ""

@@ -94,7 +94,7 @@ def columns_and_rows() -> Picture:
     """Draw two layers on two ranks: the first cut into columns, the second into rows."""
     ys = (92, 196)
     body, middle = "", sum(ys) / 2
-    body += _box(complex(60, middle), 76, 60, ["X", "on all ranks"])
+    body += _box(complex(60, middle), 84, 60, ["X", "on all ranks"])
     body += _box(complex(702, middle), 84, 60, ["Y = Z A", "on all ranks"])
     for i, y in enumerate(ys):
         columns, hidden, rows = complex(222, y), complex(372, y), complex(514, y)
@@ -102,7 +102,7 @@ def columns_and_rows() -> Picture:
         body += _box(hidden, 112, 56, [f"columns {i} of Z", "Z = GELU(X W)"], PALETTE[i])
         body += _box(rows, 104, 56, [f"rows {i} of A", "a part of Z A"], PALETTE[i])
         body += text(complex(372, y - 42), f"rank {i}", f'{CENTRED} {BOLD} fill="{PALETTE[i]}"')
-        body += _arrow(complex(98, middle), columns - 66)
+        body += _arrow(complex(102, middle), columns - 66)
         body += _arrow(columns + 66, hidden - 56) + _arrow(hidden + 56, rows - 52)
         body += _arrow(rows + 52, complex(660, middle), 3)
     body += text(complex(142, 24), "copy", f"{CENTRED} {BOLD}")

@@ -6,7 +6,17 @@ Written as SVG, like ``drawing``; notebooks show it through ``plot``.
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from .drawing import GREY, PALETTE, WIDTH, Picture, picture, round_numbers, text, text_width
+from .drawing import (
+    GREY,
+    PALETTE,
+    WIDTH,
+    Picture,
+    heading,
+    picture,
+    round_numbers,
+    text,
+    text_width,
+)
 from .pipeline_schedules import Span, bubble, live_counts
 
 LEFT, RIGHT = 72, 84  # pixels for the stages' names, and for how many micro-batches are kept
@@ -42,11 +52,8 @@ def pipeline(
     longest = max(map(_duration, panels.values()))
     scale = (WIDTH - LEFT - RIGHT) / (longest or 1)  # pixels in a unit of time
     ticks = round_numbers(longest or 1)  # as far apart in a short run as in the longest
-    body, y, words = "", 22.0, []
-    if title:
-        body += text(complex(16, y), escape(title), 'font-size="17" font-weight="bold"')
-        y += 28
-    body += _key(y)
+    y, words = 50.0 if title else 22.0, []
+    body = heading(title, WIDTH) + _key(y)
     y += 26
     for name, own in panels.items():
         drawn, height, said = _panel(name, own, scale, ticks, unit)

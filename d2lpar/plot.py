@@ -1,8 +1,7 @@
 """The live board, curves, bars, bytes per link, images; and what ``drawing`` and ``figures`` draw.
 
-Every function returns a ``Picture``: SVG with an alternative text, which a notebook shows as a
-cell's last expression and ``save`` writes to a file. Colour is never the only sign: markers,
-dashes and labels say the same. Only notebooks import this file.
+Every function returns a ``Picture``. Colour is never the only sign: markers, dashes and labels say
+the same. Only notebooks import this file.
 """
 
 import base64
@@ -27,7 +26,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
-from .drawing import FONTS, GREY, INK, PALETTE, WIDTH, Picture, picture, schedule, text, timeline
+from .drawing import (
+    FONTS,
+    GREY,
+    INK,
+    PALETTE,
+    WIDTH,
+    Picture,
+    picture,
+    schedule,
+    text,
+    timeline,
+    wrapped,
+)
 from .figures import columns_and_rows, data_parallel, iteration, ranks_and_nodes, three_splits
 from .gantt import pipeline
 
@@ -78,6 +89,10 @@ _styled = matplotlib.style.context(["default", STYLE])
 def _chart(figure: Figure, alt: str) -> Picture:
     """What matplotlib drew, without its metadata and without what would leak into the page."""
     figure.patch.set_visible(False)
+    for axes in figure.axes:  # the name of a processor may be long
+        room = 480 / len(figure.axes)
+        axes.set_title(wrapped(axes.get_title("left"), room, 13, bold=True))
+        axes.set_xlabel(wrapped(axes.get_xlabel(), room))
     written = io.StringIO()
     FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})  # savefig draws twice
     body = re.search(r"<svg[^>]*>(.*)</svg>", written.getvalue(), re.DOTALL)[1]
@@ -273,9 +288,8 @@ def images(X: torch.Tensor, titles: Sequence[str] = (), columns: int = 8) -> Pic
 class Board:
     """The live board: ``train(…, on_progress=Board())`` draws loss and accuracy after every epoch.
 
-    It updates one display, at most once in ``interval`` seconds, and always for a run's last
-    epoch: this one alone is rendered as PNG too, which takes as long as a few updates. ``picture``
-    is what it drew last; outside of a notebook nothing is displayed.
+    It updates one display, at most once in ``interval`` seconds and after a run's last epoch, when
+    it adds the PNG, which takes longer. ``picture`` is what it drew last, in a notebook or not.
     """
 
     def __init__(self, title: str = "", interval: float = 0.3):

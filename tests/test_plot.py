@@ -125,6 +125,23 @@ def test_a_text_without_room_is_seen():
     assert list(text_layout.complaints(svg % good)) == []
 
 
+PROCESSOR = "64 threads of Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz, torch 2.13.0+cpu"
+RANGES = {"recursive_doubling": (0.1, 0.09, 0.12), "star": (0.2, 0.1, 0.3)}
+CURVES = {name: ([1, 10], values[:2]) for name, values in RANGES.items()}
+LONG = {
+    "bars": lambda words: plot.bars(RANGES, words, "seconds", words),
+    "curves": lambda words: plot.curves(CURVES, words, "time", words, log_x=True),
+    "stacks": lambda words: plot.stacks({"all": {"activations": 1, "parameters": 2}}, words),
+    "timeline": lambda words: plot.timeline([("rank 0: main", "forward", 0, 1)], words),
+    "schedule": lambda words: plot.schedule(ring, 4, words),
+}
+
+
+@pytest.mark.parametrize("draw", LONG.values(), ids=LONG)
+def test_a_long_name_of_a_processor_fits_into_the_picture(draw):
+    assert list(text_layout.complaints(draw(f"One step, {PROCESSOR}").svg)) == []
+
+
 def test_a_picture_does_not_depend_on_the_users_settings():
     import matplotlib as mpl
 

@@ -55,7 +55,9 @@ def refresh(notebooks: Path, work: Path) -> list[str]:
             continue
         placed = _place(source, name, work, known)
         if placed != name:
-            lines.append(f"{name}: you have changed your copy, so the new one is beside it: {placed}")
+            lines.append(
+                f"{name}: you have changed your copy, so the new one is beside it: {placed}"
+            )
     work.mkdir(exist_ok=True)
     record.write_text(json.dumps(known, indent=1), encoding="utf-8")
     return lines
