@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -136,10 +137,14 @@ def test_git_and_clean_leave_the_copies_alone(tmp_path):
 
 
 def test_the_lab_opens_the_copies_and_asks_nothing_about_news():
-    printed = subprocess.run(["make", "-n", "lab"], cwd=ROOT, capture_output=True, text=True)
-    copies, lab = printed.stdout.replace("\\\n", "").splitlines()[-2:]
+    make = ["make", "--no-print-directory", "-n", "lab"]
+    printed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True).stdout
+    copies, lab = printed.replace("\\\n", "").splitlines()[-2:]
     assert copies.endswith("tools/work_copies.py")
-    assert "--LabApp.default_url=/lab/tree/work" in lab
-    assert "--LabApp.app_settings_dir=tools/lab" in lab
-    settings = json.loads((ROOT / "tools" / "lab" / "overrides.json").read_text())
-    assert settings == {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
+    assert "--LabApp.default_url=/lab/tree/work " in lab
+    assert "--LabApp.app_settings_dir=tools/lab " in lab
+    [[plugin, settings]] = json.loads((ROOT / "tools/lab/overrides.json").read_text()).items()
+    assert settings == {"fetchNews": "false"}
+    schemas = Path(sysconfig.get_path("data"), "share", "jupyter", "lab", "schemas")
+    schema = schemas.joinpath(*plugin.split(":")).with_suffix(".json")
+    assert "false" in str(json.loads(schema.read_text())["properties"]["fetchNews"])
