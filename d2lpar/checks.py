@@ -10,13 +10,19 @@ import torch
 
 
 def check_tensors(data: Sequence[torch.Tensor]) -> None:
-    """Refuse what is no list of tensors of one dtype, one a device."""
+    """Refuse what is no list of dense tensors of one dtype, one per device."""
     if not isinstance(data, (list, tuple)):
-        raise TypeError(f"data must be a list of tensors, one a device, not {type(data).__name__}")
+        raise TypeError(
+            f"data must be a list of tensors, one per device, not {type(data).__name__}"
+        )
     if not data:
-        raise ValueError("data is empty: it must hold one tensor a device")
+        raise ValueError("data is empty: it must hold one tensor per device")
     for i, tensor in enumerate(data):
         check_tensor(tensor, f"data[{i}]")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"data[{i}] is sparse ({tensor.layout}): pass its .to_dense()")
+        if tensor.is_meta:
+            raise ValueError(f"data[{i}] is a meta tensor, which has no elements to send")
     check_alike([tensor.dtype for tensor in data], "dtype")
 
 

@@ -14,7 +14,7 @@ def leaf():
 BASE = torch.zeros(10)
 REFUSED = [
     ([], ValueError, "data is empty"),
-    (torch.ones(2, 3), TypeError, "must be a list of tensors, one a device, not Tensor"),
+    (torch.ones(2, 3), TypeError, "must be a list of tensors, one per device, not Tensor"),
     ([torch.ones(3), 1.0], TypeError, r"data\[1\] is a float, not a tensor"),
     (
         [torch.ones(3), torch.ones(3), torch.ones(4)],
@@ -64,6 +64,23 @@ def test_wrong_lists_are_refused_and_left_as_they_were(data, error, words):
 def test_wrong_shards_are_refused(shards, error, words):
     with pytest.raises(error, match=words):
         all_gather(shards)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(
+    ("convert", "words"),
+    [
+        (torch.Tensor.to_sparse, r"data\[1\] is sparse \(torch.sparse_coo\): pass its .to_dense"),
+        (torch.Tensor.to_sparse_csr, r"data\[1\] is sparse \(torch.sparse_csr\): pass its .to_den"),
+        (lambda tensor: tensor.to("meta"), r"data\[1\] is a meta tensor, which has no elements"),
+    ],
+)
+def test_tensors_without_elements_in_rows_are_refused(convert, words):
+    for function in (naive_allreduce, ring_allreduce, reduce_scatter, broadcast, all_gather):
+        with pytest.raises(ValueError, match=words):
+            function([torch.eye(2), convert(torch.eye(2))])
+        with pytest.raises(ValueError, match=words.replace("1", "0")):
+            function([convert(torch.eye(2)), convert(torch.eye(2))])
 
 
 def test_parameters_are_taken_inside_no_grad():
