@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from .devices import try_gpu
+from .devices import as_device, try_gpu
 
 LABELS = (
     "t-shirt",
@@ -215,7 +215,7 @@ def load_data_fashion_mnist(
         ValueError: batch_size is not a positive int.
     """
     root = Path(root or os.environ.get("D2LPAR_DATA") or _find_data()).expanduser()
-    device = try_gpu() if device is None else torch.device(device)
+    device = try_gpu() if device is None else as_device(device)
     splits = [_load_split(root, *split) for split in (_TRAIN, _TEST)]
     return tuple(Minibatches(X.to(device), y.to(device), batch_size, seed) for X, y in splits)
 

@@ -46,6 +46,20 @@ def choose_devices(k: int) -> tuple[list[torch.device], str]:
     return devices, describe(devices)
 
 
+def as_device(device: torch.device | str | int) -> torch.device:
+    """Return ``device`` as tensors name theirs, such as cuda:0; an int is the number of a GPU.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError) as error:  # which of them depends on how torch was built
+        gpus = f"GPUs 0 to {n - 1}" if (n := torch.cuda.device_count()) else "no GPU"
+        problem = f"there is no device {device!r}: torch sees {gpus} here"
+        raise ValueError(f'{problem}. "cpu" may be named several times instead') from error
+
+
 def describe(devices: Sequence[torch.device]) -> str:
     """Say in a few words what ``devices`` are, e.g. ``4 virtual devices on cpu``."""
     distinct = list(dict.fromkeys(map(str, devices)))

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode  # "Extending PyTorch" documents it
 
-from .devices import num_bytes
+from .devices import as_device, num_bytes
 from .scattering import tensors_of
 
 
@@ -20,10 +20,11 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
     """Call ``function`` and return by how many bytes the tensors on ``device`` grew at most.
 
     On a GPU this is what its allocator reports. On a CPU it is counted: the storage of every tensor
-    that an operation of this thread, or of its backward pass, returns, until it is freed; what an
-    operation uses inside is not seen.
+    that an operation of this thread, or of its backward pass, returns, until it is freed. Not seen
+    is what an operation uses inside, nor what the function lets other threads do: torch's dispatch
+    modes are per thread.
     """
-    device = torch.device(device)
+    device = as_device(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)

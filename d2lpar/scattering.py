@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from .devices import move
+from .devices import as_device, move
 
 
 def scatter(
@@ -174,12 +174,15 @@ def _row(shape: list[int], dim: int) -> list[int] | None:
 
 
 def check_devices(devices: Sequence[torch.device]) -> list[torch.device]:
-    """Return ``devices`` as tensors name theirs, such as cuda:0; ValueError if there is none."""
+    """Return ``devices`` as tensors name theirs, such as cuda:0.
+
+    Raises TypeError for what is no list, ValueError for an empty one and for a missing device.
+    """
     if isinstance(devices, (str, torch.device)):
         raise TypeError(f"devices must be a list of devices, not {devices!r}")
     if not devices:
         raise ValueError("devices is empty: there must be at least one")
-    return [torch.empty(0, device=device).device for device in devices]
+    return [as_device(device) for device in devices]
 
 
 def position(device: torch.device, devices: Sequence[torch.device]) -> int | str:

@@ -8,8 +8,22 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from d2lpar import Ledger, choose_devices, count_bytes, devices, move, try_all_gpus, try_gpu
-from d2lpar.devices import describe, hardware, num_bytes
+from d2lpar import (
+    DataParallel,
+    Ledger,
+    Pipeline,
+    choose_devices,
+    count_bytes,
+    devices,
+    gather,
+    load_data_fashion_mnist,
+    move,
+    scatter,
+    try_all_gpus,
+    try_gpu,
+)
+from d2lpar.devices import as_device, describe, hardware, num_bytes
+from d2lpar.memory import peak_memory
 
 
 def pretend_gpus(monkeypatch, count):
@@ -34,6 +48,31 @@ def test_gpus_are_used_where_there_are_enough(monkeypatch):
     assert try_all_gpus() == gpus
     assert choose_devices(2) == (gpus, "cuda:0, cuda:1")
     assert choose_devices(3) == ([*gpus, gpus[0]], "3 virtual devices on cuda:0, cuda:1")
+
+
+@pytest.mark.parametrize("device", ["cuda:7", torch.device("cuda", 7), 7, "no_such_kind"])
+def test_a_device_that_is_not_there_is_named_wherever_devices_are_given(monkeypatch, device):
+    pretend_gpus(monkeypatch, 0)
+    linear, X = torch.nn.Linear(2, 2), torch.ones(4, 2)
+    for use in (
+        lambda: as_device(device),
+        lambda: scatter(X, ["cpu", device]),
+        lambda: gather([X, X], device),
+        lambda: DataParallel(linear, ["cpu", device]),
+        lambda: Pipeline([linear, linear], ["cpu", device], F.mse_loss, 2),
+        lambda: peak_memory(list, device),
+        lambda: load_data_fashion_mnist(8, device=device),
+    ):
+        with pytest.raises(ValueError, match=r"there is no device .* sees no GPU") as error:
+            use()
+        assert repr(device) in str(error.value)
+
+
+def test_a_device_that_is_there_is_named_as_tensors_name_it(monkeypatch):
+    assert as_device("cpu") == as_device(torch.device("cpu")) == torch.empty(0).device
+    pretend_gpus(monkeypatch, 2)
+    with pytest.raises(ValueError, match="torch sees GPUs 0 to 1"):
+        as_device("cuda:7")
 
 
 @pytest.mark.parametrize("k", [0, -1, 2.0, "2", None])

@@ -1,5 +1,6 @@
 """How many bytes a computation takes, counted to the last one; and what a loss in chunks saves."""
 
+import threading
 import weakref
 from functools import partial
 
@@ -108,6 +109,18 @@ def test_peak_memory_counts_its_device_alone():
     assert peak_memory(lambda: torch.ones(N, device="meta") + 1, torch.device("meta")) == 2 * KB
 
 
+def test_peak_memory_does_not_see_what_other_threads_make():
+    """As its docstring says; torch's dispatch modes are per thread."""
+
+    def of_two_threads():
+        other = threading.Thread(target=torch.zeros, args=(1000,))
+        other.start()
+        other.join()
+        torch.zeros(10)
+
+    assert peak_memory(of_two_threads, CPU) == 40
+
+
 def test_peak_memory_leaves_nothing_behind_on_tensors_that_live_on():
     x, before = torch.ones(N), len(weakref.finalize._registry)
     for _ in range(3):
@@ -117,6 +130,7 @@ def test_peak_memory_leaves_nothing_behind_on_tensors_that_live_on():
 
 def test_the_peak_of_a_gpu_is_what_grew_above_what_was_there(monkeypatch):
     calls = []
+    monkeypatch.setattr("d2lpar.memory.as_device", torch.device)
     for name, result in (
         ("synchronize", None),
         ("memory_allocated", 100),
