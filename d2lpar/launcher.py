@@ -13,6 +13,7 @@ What runs inside a rank is in ``worker``. Notebook 03 uses this file. Source: Py
 """
 
 import contextlib
+import errno
 import inspect
 import linecache
 import multiprocessing
@@ -35,6 +36,7 @@ from .worker import Failure, Job, be_rank, kill_group, pickled
 
 GRACE = 0.1  # seconds for which others may report too, once one rank has failed
 ANSWER = 1.0  # seconds in which a rank must say where it stands, once the time is up
+NAME = "d2lpar rank"  # of a rank's process, with its number
 
 _starting = threading.Lock()  # two threads may launch, but not hide the main module at once
 
@@ -64,7 +66,7 @@ def launch(
     have started are killed: close your files.
 
     What a rank prints, the caller prints, in whole lines that begin with ``[rank 0]``. What C code
-    or another program writes goes to the terminal as it is.
+    writes, or a process that a rank has started, goes to the terminal as it is.
 
     Args:
         fn: the function, also a closure, a lambda or one defined in a cell.
@@ -77,19 +79,20 @@ def launch(
         RankError: a rank raised an exception, died, or did not finish in time; all are ended.
         ValueError: a number is out of range.
         TypeError: fn cannot be called, or fn or an argument cannot be pickled.
-        RuntimeError: called from a rank.
+        RuntimeError: called from a rank, or the ranks cannot be started; the message says why.
     """
     _check(fn, world_size, timeout, threads)
-    store = os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")
-    call = pickled((fn, args), lambda: _culprit(fn, args))
+    call = pickled([fn, *args], lambda: _culprit(fn, args))
     own = get_temp_dir() if multiprocessing.parent_process() is None else None  # or inherited
-    context = _context()
-    memory = SharedMemory.create(world_size, context)
-    files = (store, memory.path) if memory else (store,)
-    job = Job(call, _sources_of_cells(), dict(os.environ), files, own, timeout, threads)
-    ranks = []
+    context, ranks = _context(), []
+    files = [os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")]
     try:
-        _start(ranks, world_size, job, memory, context)
+        with _deferred_interrupt():
+            if memory := SharedMemory.create(world_size, context):
+                files.append(memory.path)
+        job = Job(call, _sources_of_cells(), dict(os.environ), files, own, timeout, threads)
+        with _named_causes():
+            _start(ranks, world_size, job, memory, context)
         with _last_resort(ranks, timeout + 3 * ANSWER):
             return _gather(ranks, timeout)
     finally:
@@ -108,8 +111,13 @@ def _check(fn: Callable, world_size: int, timeout: float, threads: int) -> None:
             raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
     if not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
         raise ValueError(f"timeout must be more than 0 and at most 1e6 seconds, got {timeout!r}")
-    if multiprocessing.current_process().daemon:  # ranks are daemons, to end with the caller
+    if multiprocessing.current_process().name.startswith(NAME):
         raise RuntimeError("launch was called from a rank, and a rank cannot have ranks of its own")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        problem = "the working directory, which would be that of the ranks, has been deleted"
+        raise RuntimeError(f"{problem}: change to another one (os.chdir)") from None
 
 
 def _culprit(fn: Callable, args: tuple) -> str:
@@ -149,16 +157,20 @@ def _hidden_main() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _safe_path() -> Iterator[None]:
-    """Keep a fork server that starts now from importing what lies in the current directory."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
+def _tidy_server() -> Iterator[None]:
+    """Keep a fork server that starts now from importing what lies in the current directory.
+
+    Torch's compiler, which it imports, makes a folder: let that be in one that is removed.
+    """
+    ours = {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_CACHE_DIR": get_temp_dir()}
+    before = {name: os.environ[name] for name in ours if name in os.environ}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        del os.environ["PYTHONSAFEPATH"]
-        if before is not None:
-            os.environ["PYTHONSAFEPATH"] = before
+        for name in ours:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -181,21 +193,41 @@ def _deferred_interrupt() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
+@contextlib.contextmanager
+def _named_causes() -> Iterator[None]:
+    """Say what the operating system lacks that ranks need, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        problem, remedy = str(error), "mend this and call launch again"
+        if "AF_UNIX path too long" in problem:
+            folder = f"the folder for temporary files, {get_temp_dir()}, has too long a name for"
+            problem = f"{folder} a socket in it"
+            remedy = "start Python with TMPDIR set to a folder with a shorter one, such as /tmp"
+        elif error.errno == errno.EMFILE:
+            problem = "this process may not open as many files as so many ranks need"
+            remedy = "launch fewer, or raise the limit (ulimit -n)"
+        raise RuntimeError(f"the ranks cannot be started: {problem}; {remedy}") from error
+
+
 def _context() -> multiprocessing.context.BaseContext:
     forks = "forkserver" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if forks else "spawn")
     if forks:
-        context.set_forkserver_preload(["torch", "torch.distributed", be_rank.__module__])
+        # torch.optim imports torch._dynamo when it is first used: seconds, in every rank
+        names = ["torch", "torch.distributed", "torch._dynamo", be_rank.__module__]
+        context.set_forkserver_preload(names)
     return context
 
 
 def _start(ranks: list, world_size: int, job: Job, memory: SharedMemory | None, context) -> None:
     """Fill the list of (process, connection), each before it is started: what is in it is ended."""
-    with _starting, _deferred_interrupt(), _hidden_main(), _safe_path():
+    with _starting, _deferred_interrupt(), _hidden_main(), _tidy_server():
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             call = (rank, world_size, theirs, job, memory and memory.part_of(rank))
-            process = context.Process(target=be_rank, args=call, daemon=True)
+            name = f"{NAME} {rank}"
+            process = context.Process(target=be_rank, args=call, name=name, daemon=True)
             ranks.append((process, ours))
             with theirs:  # closed here, so that the connection ends when the rank does
                 process.start()

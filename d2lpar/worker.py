@@ -10,7 +10,9 @@ import faulthandler
 import io
 import itertools
 import linecache
+import multiprocessing
 import os
+import pickle
 import random
 import re
 import shutil
@@ -19,8 +21,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -35,10 +38,10 @@ from .lanes import SharedMemory
 class Job(NamedTuple):
     """What every rank is given."""
 
-    call: bytes  # the function and its arguments, pickled
+    call: bytes  # the function and its arguments, see pickled
     sources: dict  # linecache's entries of code that is in no file: cells
     environment: dict
-    files: tuple  # in which the ranks meet, and their lanes
+    files: list  # in which the ranks meet, and their lanes
     rubbish: str | None  # a folder of the caller's own, to be removed if it is killed
     timeout: float
     threads: int
@@ -68,20 +71,36 @@ def be_rank(
             connection.send((kind, content))
 
     outputs = sys.stdout, sys.stderr = _Output("stdout", send), _Output("stderr", send)
+    _allow_children(connection)
     threading.Thread(target=_watch, args=(connection, send, outputs, job), daemon=True).start()
     try:
         _prepare(rank, world_size, job, memory)
-        fn, args = cloudpickle.loads(job.call)
+        fn, *args = _unpickled(job.call)
         result = fn(rank, world_size, *args)
-        outcome = "result", pickled(result, lambda: f"the result ({type(result).__name__})")
+        outcome = "result", pickled([result], lambda: f"the result ({type(result).__name__})")
     except BaseException as error:
         outcome = "failure", _failure(error)
     if os.getpid() != pid:  # the function has forked, and this is the copy: it has nothing to tell
         os._exit(0)
+    util._run_finalizers(0)  # as at the end of any process: it takes the names of locks away
     for output in outputs:
         output.finish()
     send(*outcome)
     threading.Event().wait()  # if it left now, those that still talk to it would fail
+
+
+def _allow_children(connection: Connection) -> None:
+    """Let a rank have processes, such as a DataLoader's workers; they end with its group."""
+    multiprocessing.current_process().daemon = False  # daemons may have none
+    multiprocessing.set_start_method(None, force=True)  # Python's own, not that of the ranks
+
+    def leave() -> None:
+        """What a forked process is not: one that reports to the caller, or keeps its line open."""
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        connection.close()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=leave)
 
 
 def kill_group(pid: int) -> None:
@@ -186,9 +205,30 @@ class _Output(io.TextIOBase):
             self.send(self.kind, lines)
 
 
-def pickled(value: Any, name: Callable[[], str]) -> bytes:
-    """Return ``value`` as bytes, or raise a TypeError that names what it is."""
+def pickled(values: Sequence, name: Callable[[], str]) -> bytes:
+    """Return ``values``, one after the other, as bytes, or raise a TypeError that names what fails.
+
+    One pickler writes them all, so that what they share they still share when they are read.
+    """
+    buffer = io.BytesIO()
+    pickler = cloudpickle.Pickler(buffer)
     try:
-        return cloudpickle.dumps(value)
+        for value in values:
+            pickler.dump(value)
     except Exception as error:
         raise TypeError(f"{name()} cannot be sent to another process: {error}") from None
+    return buffer.getvalue()
+
+
+def _unpickled(call: bytes) -> list:
+    """Return the function and its arguments, or raise a TypeError that names the one at fault."""
+    buffer, values = io.BytesIO(call), []
+    unpickler = pickle.Unpickler(buffer)
+    while buffer.tell() < len(call):
+        try:
+            values.append(unpickler.load())
+        except Exception as error:
+            name = f"argument {len(values) - 1}" if values else "the function"
+            problem = f"{name} cannot be unpickled in the rank: {type(error).__name__}: {error}"
+            raise TypeError(problem) from error
+    return values

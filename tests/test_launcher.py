@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import gc
 import json
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import re
 import signal
@@ -351,6 +353,77 @@ def test_what_cannot_be_pickled_is_named():
         launch(rank_and_size, 1, 0, (i for i in ()))
 
 
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_what_cannot_be_unpickled_is_named():
+    words = "rank 0: TypeError: argument 1 cannot be unpickled in the rank: ValueError: invalid"
+    with pytest.raises(RankError, match=words):
+        launch(rank_and_size, 1, 0, Unreadable())
+    unreadable = Unreadable()
+    with pytest.raises(RankError, match="TypeError: the function cannot be unpickled in the rank"):
+        launch(lambda rank, world_size: unreadable, 1)
+
+
+def test_a_deleted_working_directory_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(RuntimeError, match=r"working directory.* has been deleted: change to"):
+        launch(rank_and_size, 2)
+
+
+def test_what_the_system_refuses_is_named():
+    """Each in a process of its own: what has been started once needs nothing more."""
+    source = """
+    import resource
+    from d2lpar.launcher import launch
+    if {few}:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+    try:
+        launch(abs, 16)
+    except RuntimeError as error:
+        print(error)
+    if {few}:
+        print(launch(lambda rank, world_size: rank, 2))
+    """
+    with script(textwrap.dedent(source).format(few=True)) as (process, _):
+        out, _ = process.communicate(timeout=LIMIT)
+        assert "the ranks cannot be started: this process may not open as many files" in out
+        assert out.endswith("[0, 1]\n"), out
+    with tempfile.TemporaryDirectory(prefix="long" * 25) as folder:
+        with script(textwrap.dedent(source).format(few=False), TMPDIR=folder) as (process, _):
+            out, _ = process.communicate(timeout=LIMIT)
+        assert f"{folder}/pymp-" in out and "start Python with TMPDIR set to" in out, out
+
+
+def test_a_rank_may_have_processes_which_end_with_it(capfd):
+    def work(rank, world_size):
+        numbers = torch.utils.data.TensorDataset(torch.arange(10.0))
+        loader = torch.utils.data.DataLoader(numbers, 4, num_workers=2, persistent_workers=True)
+        total = sum(float(X.sum()) for (X,) in loader)
+        pool = multiprocessing.Pool(1)  # left open, as the loader is
+        pool.apply(print, ["from the pool"])  # and not through the rank's line to its caller
+        return total, [child.pid for child in psutil.Process().children(recursive=True)]
+
+    for total, children in launch(work, 2, timeout=LIMIT):
+        assert total == 45 and len(children) == 3
+        wait_until(lambda pids=children: not any(map(alive, pids)), "processes are left")
+    assert "[rank" not in capfd.readouterr().out
+
+
+def test_a_death_is_seen_although_children_of_the_rank_live_on():
+    def die(rank, world_size):
+        multiprocessing.Process(target=time.sleep, args=(1000,)).start()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankError, match=r"^rank 0: died .*SIGKILL"):
+        launch(die, 1, timeout=LIMIT)
+
+
 def test_a_rank_cannot_launch():
     def nested(rank, world_size):
         return launch(print, 2)
@@ -550,6 +623,48 @@ def test_interrupting_leaves_nothing_and_the_next_launch_works():
         process.kill()
         wait_until(lambda: not session(process.pid), "processes are left")
         assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("method", [None, "spawn"])
+def test_no_semaphore_of_a_rank_is_left(method):
+    """Those of a progress bar, for instance, which makes a lock for processes."""
+
+    def make_lock(rank, world_size):
+        make_lock.kept = multiprocessing.get_context(method).Lock()
+        return make_lock.kept._semlock.name
+
+    for name in launch(make_lock, 2):  # None: it has no name any more
+        assert not (name and os.path.exists(f"/dev/shm/sem.{name[1:]}"))
+
+
+@pytest.mark.parametrize("moment", ["a semaphore is made", "all is made"])
+def test_an_interrupt_while_the_lanes_are_made_leaves_nothing(moment, monkeypatch):
+    made = []
+
+    def register(name, kind):  # the semaphore is there, and nobody yet feels responsible for it
+        made.append(f"/dev/shm/sem.{name[1:]}")
+        if moment == "a semaphore is made" and len(made) == 3:
+            signal.raise_signal(signal.SIGINT)
+        real_register(name, kind)
+
+    def create(*args):
+        memory = real_create(*args)
+        made.append(memory.path)
+        if moment == "all is made":
+            signal.raise_signal(signal.SIGINT)
+        return memory
+
+    real_register, real_create = multiprocessing.resource_tracker.register, SharedMemory.create
+    monkeypatch.setattr(multiprocessing.resource_tracker, "register", register)
+    monkeypatch.setattr(SharedMemory, "create", create)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(rank_and_size, 2)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    gc.collect()  # the traceback held them
+    assert len(made) > 3 and not [name for name in made if os.path.exists(name)]
 
 
 # Scripts, standard input, notebooks.

@@ -35,9 +35,16 @@ def test_every_thread_has_its_own_line():
 
 
 def test_what_cannot_be_pickled_is_named():
-    assert worker.pickled([1], lambda: "a list")
+    assert worker.pickled([1], lambda: "a number")
     with pytest.raises(TypeError, match="the result cannot be sent to another process: cannot"):
-        worker.pickled(threading.Lock(), lambda: "the result")
+        worker.pickled([threading.Lock()], lambda: "the result")
+
+
+def test_what_values_share_they_share_when_they_are_read():
+    shared = [1]
+    sent = worker.pickled([shared, {"x": shared}, lambda: shared], lambda: "")
+    first, second, third = worker._unpickled(sent)
+    assert first == [1] and first is second["x"] and first is third()
 
 
 def test_a_failure_says_what_where_and_when():
