@@ -41,14 +41,17 @@ def measure(rank: int, world_size: int, name: str, rounds: int) -> dict:
 
     make, X = networks()[name]
 
-    def over_slow_link(tensor, **kwargs):
-        time.sleep(tensor.nbytes / LINK)
-        d2lpar.ranks.allreduce(tensor, **kwargs)
+    def over_slow_link(state, bucket):
+        time.sleep(bucket.buffer().nbytes / LINK)
+        d2lpar.ranks.allreduce(bucket.buffer(), op="mean")
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
     slow = d2lpar.DistributedDataParallel(make())
-    slow.allreduce = over_slow_link
+    slow.register_comm_hook(None, over_slow_link)
     slow_naive = d2lpar.DistributedDataParallel(make(), bucket_cap_mb=1e6)  # one, full at the end
-    slow_naive.allreduce = over_slow_link
+    slow_naive.register_comm_hook(None, over_slow_link)
     models = {
         "torch": DistributedDataParallel(make()),
         "ours": d2lpar.DistributedDataParallel(make()),

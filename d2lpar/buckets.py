@@ -17,12 +17,20 @@ class Bucket:
     Those of 16 bits lie in it as float32, and are rounded once, when they come out again. The last
     bucket has room for the *manifest* behind them: for each parameter of all buckets, how many
     ranks have used it; and the rows of all ranks.
+
+    ``buffer``, ``gradients``, ``parameters``, ``index`` and ``is_last`` are those of torch's
+    ``GradBucket``, for communication hooks.
     """
 
     def __init__(
-        self, params: list[nn.Parameter], dtype: torch.dtype, device: torch.device, extra: int = 0
+        self,
+        number: int,
+        params: list[nn.Parameter],
+        dtype: torch.dtype,
+        device: torch.device,
+        extra: int = 0,
     ):
-        self.params, self.dtype = params, dtype
+        self.number, self.params, self.dtype, self.device = number, params, dtype, device
         self.ready: set[int] = set()  # which gradients backward has made
         sizes = [param.numel() for param in params]
         self.flat = torch.zeros(sum(sizes) + extra, dtype=dtype, device=device)
@@ -48,10 +56,42 @@ class Bucket:
             else:
                 view.copy_(grad).mul_(weight)
 
-    def empty(self, i: int) -> None:
-        """Let the i-th parameter have its gradient from the bucket: a view, where dtypes agree."""
+    def hand_out(self, i: int, as_view: bool) -> None:
+        """Let the i-th parameter have its gradient: a view of the bucket, or a tensor of its own.
+
+        It is a view only where the dtypes agree.
+        """
         param, view = self.params[i], self.views[i]
-        param.grad = view if view.dtype == param.dtype else view.to(param.dtype)
+        if as_view and view.dtype == param.dtype:
+            param.grad = view
+        elif param.grad is None:  # unused on this rank
+            param.grad = view.to(param.dtype, copy=True)
+        else:
+            param.grad.copy_(view)
+
+    def buffer(self) -> torch.Tensor:
+        """Return all gradients as one flat tensor."""
+        return self.flat[: len(self.flat) - len(self.manifest)]
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Put other numbers into the buffer."""
+        self.buffer().copy_(buffer)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return a view of the buffer for each parameter, with its shape."""
+        return self.views
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters, in the order of their gradients."""
+        return self.params
+
+    def index(self) -> int:
+        """Return the number of this bucket, in the order in which they are sent."""
+        return self.number
+
+    def is_last(self) -> bool:
+        """Whether no bucket follows in this pass."""
+        return len(self.manifest) > 0
 
 
 def _like(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -73,5 +113,5 @@ def make_buckets(params: list[nn.Parameter], bucket_cap_mb: float) -> list[Bucke
             members, nbytes = [], 0
         begun[kind] = (members + [param], nbytes + size)
     full += [(members, *kind) for kind, (members, _) in begun.items()]
-    manifests = [0] * (len(full) - 1) + [len(params) + 1]
-    return [Bucket(*parts, extra) for parts, extra in zip(full, manifests, strict=True)]
+    extras = [0] * (len(full) - 1) + [len(params) + 1]  # room for the manifest
+    return [Bucket(i, *parts, extras[i]) for i, parts in enumerate(full)]

@@ -33,8 +33,9 @@ class Sender:
 def _make(calls: SimpleQueue) -> None:
     while call := calls.get():
         future, function, args = call
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
+        if future.set_running_or_notify_cancel():  # False: it was cancelled while it waited
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
         del call, future, function, args  # or what they hold would live until the next call

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -73,21 +74,51 @@ def test_every_parameter_lies_in_one_place(described, cap):
         assert all((view == i).all() for i, view in enumerate(bucket.views))
 
 
-@given(shapes, kinds, st.sampled_from([1.0, 0.5, 3.0]))
-def test_what_is_filled_in_comes_out(shape, dtype, weight):
+@given(shapes, kinds, st.sampled_from([1.0, 0.5, 3.0]), st.booleans())
+def test_what_is_filled_in_comes_out(shape, dtype, weight, as_view):
     params = [nn.Parameter(torch.zeros(shape, dtype=dtype)), *parameters(2, dtype=dtype)]
     (bucket,) = make_buckets(params, 25)
     grad = torch.randn(shape).to(dtype)
     params[0].grad = grad.clone()
+    held = params[0].grad
     bucket.fill(weight)
-    bucket.empty(1)
+    bucket.hand_out(1, as_view)
+    expected = (grad.to(bucket.dtype) * weight).to(dtype)
     assert params[0].grad.dtype == dtype and params[1].grad is None
-    assert torch.equal(params[0].grad, (grad.to(bucket.dtype) * weight).to(dtype))
+    assert torch.equal(params[0].grad, expected)
     assert (bucket.views[0] == 0).all() and (bucket.manifest == 0).all()
-    if dtype in WIDE and grad.numel():
+    if as_view and dtype in WIDE and grad.numel():
         assert params[0].grad.data_ptr() == bucket.views[1].data_ptr()
         bucket.fill(2)  # in place: the gradient is the view
         assert torch.equal(params[0].grad, grad * weight * 2)
+    else:
+        bucket.flat.fill_(7)  # by the next pass
+        assert torch.equal(params[0].grad, expected)
+    assert (params[0].grad is held) == (not (as_view and dtype in WIDE))
+
+
+def test_parameter_without_a_gradient_is_given_a_tensor_of_its_own():
+    turned = nn.Parameter(torch.zeros(3, 4).t())
+    (bucket,) = make_buckets([turned], 25)
+    bucket.flat.copy_(torch.arange(bucket.flat.numel()))
+    expected = bucket.views[0].clone()
+    bucket.hand_out(0, as_view=False)
+    bucket.flat.zero_()
+    assert torch.equal(turned.grad, expected) and turned.grad.stride() == turned.stride()
+
+
+def test_buckets_answer_as_torchs_grad_buckets():
+    params = parameters(3, (2, 2))
+    first, last = make_buckets(params, 1 / MIB)
+    assert [(b.index(), b.is_last()) for b in (first, last)] == [(0, False), (1, True)]
+    assert first.parameters() == [params[1]] and last.parameters() == [params[0]]
+    assert first.buffer().numel() == 4 and last.buffer().numel() == 3  # without the manifest
+    last.manifest.fill_(9)
+    last.set_buffer(torch.tensor([1.0, 2.0, 3.0]))
+    assert [g.tolist() for g in last.gradients()] == [[1, 2, 3]]
+    assert (last.manifest == 9).all()
+    public = {name for name in dir(dist.GradBucket) if not name.startswith("_")}
+    assert public <= set(dir(first))
 
 
 def test_bucket_is_full_when_all_are_ready():

@@ -4,6 +4,7 @@ A rank's function and what it uses stand inside functions, so that they travel b
 """
 
 import gc
+import inspect
 import time
 import weakref
 from functools import partial
@@ -327,7 +328,6 @@ def test_join_may_come_again_and_be_followed_by_plain_steps():
     def train(rank, world_size):
         model = conv()
         replica = DistributedDataParallel(model)
-        replica.allreduce = partial(ranks.allreduce, timeout=2)
         optimizer = SGD(model)
 
         def step():
@@ -362,7 +362,7 @@ def test_join_with_rows_and_no_sync():
                 with replica.no_sync():
                     replica(X[step, rank, :3]).square().mean().backward()
                 model.zero_grad()
-                replica._rows = 0  # what no_sync has added up was dropped
+                replica.reducer._weight = 0  # what no_sync has added up was dropped
                 replica(X[step, rank, : 2 + rank]).square().mean().backward()
                 optimizer.step()
         for step in range(3):
@@ -689,7 +689,9 @@ def test_deleted_replica_leaves_no_memory_behind():
     def wrap(rank, world_size):
         replica = DistributedDataParallel(nn.Linear(4, 4))
         replica(torch.randn(2, 4)).sum().backward()
-        alive = [weakref.ref(thing) for thing in (replica.buckets[0], replica.module.weight)]
+        alive = [
+            weakref.ref(thing) for thing in (replica.reducer.buckets[0], replica.module.weight)
+        ]
         del replica
         gc.collect()
         return [thing() is None for thing in alive]
@@ -752,6 +754,21 @@ def _autograd():
 Slow, Broken = _autograd()
 
 
+def _hooks():
+    def late_mean(seconds, bucket):
+        """A communication hook."""
+        time.sleep(seconds)
+        ranks.allreduce(bucket.buffer(), op="mean")
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    return late_mean
+
+
+late_mean = _hooks()
+
+
 def test_communication_begins_while_backward_runs():
     def train(rank, world_size):
         class Layer(nn.Linear):
@@ -764,14 +781,10 @@ def test_communication_begins_while_backward_runs():
         model[0].weight.register_hook(lambda grad: stamps.append(time.perf_counter()))
         replica = DistributedDataParallel(model, bucket_cap_mb=20 * 4 / 2**20)
 
-        def slow(tensor, group=None):
-            time.sleep(0.05)
-            ranks.allreduce(tensor, group=group)
-
-        replica.allreduce = slow
+        replica.register_comm_hook(0.05, late_mean)
         replica.timeline = []
         replica(torch.ones(2, 4)).sum().backward()
-        return replica.timeline, stamps[0], len(replica.buckets)
+        return replica.timeline, stamps[0], len(replica.reducer.buckets)
 
     for timeline, last_gradient, n in launch(train, 2, timeout=LIMIT):
         assert [bucket for bucket, _, _ in timeline] == list(range(n)) == [0, 1, 2, 3]
@@ -794,7 +807,9 @@ def test_buckets_go_in_order_when_gradients_come_in_any():
         replica.timeline = []
         replica(torch.ones(2, 3)).sum().backward()
         sent = [bucket for bucket, _, _ in replica.timeline]
-        return sent == list(range(len(replica.buckets))) and len(sent) > 3, apart(grads(model))
+        return sent == list(range(len(replica.reducer.buckets))) and len(sent) > 3, apart(
+            grads(model)
+        )
 
     assert launch(train, 2, timeout=LIMIT) == [(True, 0)] * 2
 
@@ -805,13 +820,14 @@ def test_state_dict_views_and_messages():
         nbytes = sum(p.numel() * 4 for p in model.parameters())
         sent = {}
         for cap in (25, TINY):
-            replica = DistributedDataParallel(model, bucket_cap_mb=cap)
-            replica.allreduce = partial(ranks.allreduce, check=False)
+            replica = DistributedDataParallel(
+                model, bucket_cap_mb=cap, gradient_as_bucket_view=True
+            )
             with count_bytes() as ledger:
                 replica(torch.ones(2, 100)).sum().backward()
-            sent[cap] = ledger.sent(rank), ledger.messages.total(), len(replica.buckets)
+            sent[cap] = ledger.sent(rank), ledger.messages.total(), len(replica.reducer.buckets)
             inside = []
-            for bucket in replica.buckets:
+            for bucket in replica.reducer.buckets:
                 begin = bucket.flat.data_ptr()
                 for param in bucket.params:
                     inside.append(begin <= param.grad.data_ptr() < begin + bucket.flat.nbytes)
@@ -842,11 +858,7 @@ def test_backward_that_broke_leaves_nothing_behind():
         layers.forward = forward
         replica = DistributedDataParallel(layers, bucket_cap_mb=TINY)
 
-        def slow(tensor, group=None):
-            time.sleep(0.3)  # what the broken pass has sent is still under way
-            ranks.allreduce(tensor, group=group)
-
-        replica.allreduce = slow
+        replica.register_comm_hook(0.3, late_mean)  # what the broken pass sends is under way
         with pytest.raises(ArithmeticError, match="on purpose"):
             replica(torch.full((2, 3), 5.0 + rank), True).square().sum().backward()
         replica.zero_grad()
@@ -899,34 +911,67 @@ def test_second_backward_pass_of_one_forward_pass_counts_its_rows():
     assert max(launch(train, 2, timeout=LIMIT)) < 1e-6
 
 
-def test_buffers_are_shared_after_training_mode_without_gradients():
+def test_buffers_are_shared_where_torch_shares_them():
     def train(rank, world_size):
-        torch.manual_seed(rank)
-        replica = DistributedDataParallel(conv())
-        with torch.no_grad():
-            replica(torch.randn(5, 1, 6, 6))
-        before = apart(state(replica))
-        replica.eval()
-        with torch.no_grad():
-            replica(torch.randn(5, 1, 6, 6))
-        return before, apart(state(replica))
+        def run(kind, **kwargs):
+            def spoil():
+                for buffer in model.buffers():
+                    buffer.add_(rank)
 
-    assert all(before > 0 and after == 0 for before, after in launch(train, 2, timeout=LIMIT))
+            def note():
+                trace.extend(buffer.clone() for buffer in model.buffers())
+
+            model = _seeded(conv, 3)
+            spoil()
+            replica, trace = kind(model, **kwargs), []
+            note()
+            X = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(rank))
+            spoil()  # before the first forward pass
+            replica(X).sum().backward()
+            note()
+            for mode in (True, False):  # evaluation is shared once, then no more
+                replica.train(mode)
+                for _ in range(2):
+                    spoil()
+                    with torch.no_grad():
+                        replica(X)
+                    note()
+            with replica.no_sync():
+                for _ in range(2):
+                    spoil()
+                    replica(X).sum().backward()
+                    note()
+            for _ in range(2):
+                spoil()
+                replica(X)  # and no backward pass
+                note()
+            return trace
+
+        torchs, cases = nn.parallel.DistributedDataParallel, [{}, {"broadcast_buffers": False}]
+        if "forward_sync_buffers" in inspect.signature(torchs).parameters:
+            cases.append({"forward_sync_buffers": False})
+        cases.append({"init_sync": False})
+        traces = [(run(DistributedDataParallel, **case), run(torchs, **case)) for case in cases]
+        return [distance(*pair) for pair in traces], len(cases)
+
+    for distances, n in launch(train, 2, timeout=LIMIT):
+        assert distances == [0] * n
 
 
 def test_rank_that_takes_no_part_is_an_error_of_the_others():
     def train(rank, world_size):
+        ranks.use_messages(timeout=0.5)
         replica = DistributedDataParallel(_seeded(mlp, 3))
-        replica.allreduce = partial(ranks.allreduce, timeout=0.5)
+        loss = replica(torch.ones(2, 6)).sum()
         if rank == 1:
             time.sleep(1)
             return None
-        loss = replica(torch.ones(2, 6)).sum()
         with pytest.raises(ranks.PeerError) as caught:
             loss.backward()
         return str(caught.value)
 
-    assert "rank 1" in launch(train, 2, timeout=LIMIT)[0]
+    message = launch(train, 2, timeout=LIMIT)[0]
+    assert "rank 1" in message and "model.join()" in message
 
 
 # Groups.
@@ -949,7 +994,7 @@ def test_group_of_some_ranks_has_a_source_of_its_own():
         if rank not in (1, 3):
             return None
         first = gather(state(model), group)
-        replica = DistributedDataParallel(model, group)
+        replica = DistributedDataParallel(model, process_group=group)
         from_rank_1 = distance(state(model), first[0])
         replica(torch.full((2, 6), float(rank))).sum().backward()
         ours = grads(model)

@@ -108,7 +108,7 @@ def test_data_by_tensor_parallel_lenet_gets_the_weights_of_one_process(averages)
         whole = [param.clone().requires_grad_() for param in params]
         train_whole(lambda X: lenet(X, whole), whole)
         net = TensorParallelLeNet(params, row)
-        replica = DistributedDataParallel(net, column) if averages else net
+        replica = DistributedDataParallel(net, process_group=column) if averages else net
         for X, y in batches():
             X, y = (rows.tensor_split(2)[dist.get_rank(column)] for rows in (X, y))
             F.cross_entropy(replica(X), y).backward()

@@ -34,6 +34,16 @@ def test_an_error_is_the_future_s_and_the_next_call_is_made():
     sender.stop()
 
 
+def test_cancelled_call_is_left_out_and_the_next_one_is_made():
+    sender, go = Sender(), threading.Event()
+    first = sender.submit(go.wait, 5)
+    cancelled, after = sender.submit(int, "6"), sender.submit(int, "7")
+    assert cancelled.cancel()
+    go.set()
+    assert (first.result(timeout=5), after.result(timeout=5)) == (True, 7)
+    sender.stop()
+
+
 def test_stopped_thread_ends_after_what_is_in_the_queue():
     sender = Sender()
     thread = sender.submit(threading.current_thread).result(timeout=5)

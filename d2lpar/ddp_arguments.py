@@ -1,0 +1,53 @@
+"""The arguments of DistributedDataParallel that have to be looked at: those for GPUs, the refused.
+
+Source: ``torch.nn.parallel.DistributedDataParallel``, whose arguments they are.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def refuse(**arguments) -> None:
+    """Raise NotImplementedError for the first argument that was given a value other than none."""
+    for name, value in arguments.items():
+        if value:
+            raise NotImplementedError(
+                f"{name}={value!r} is not supported here: use "
+                "torch.nn.parallel.DistributedDataParallel for it"
+            )
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise ValueError where a parameter or buffer is lazy, or nothing is to be trained."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise ValueError(f"{name} has no shape yet: call the module on a batch first")
+    if not any(param.requires_grad for param in module.parameters()):
+        raise ValueError("no parameter of the module requires gradients: nothing to average")
+
+
+def check_gpu(module, device_ids, output_device) -> tuple[list[int] | None, int | None]:
+    """Return ``device_ids`` and ``output_device`` as torch keeps them: as numbers of GPUs."""
+    if isinstance(device_ids, dist.ProcessGroup):
+        raise TypeError("the second argument is device_ids, as torch's: pass process_group=")
+    if not device_ids and not output_device:
+        return None, None
+    devices = {param.device for param in module.parameters()}
+    numbers = [_number(device) for device in device_ids or ()]
+    if numbers not in [[device.index] for device in devices] or len(devices) > 1:
+        where = " and ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"device_ids={device_ids} and output_device={output_device}, but the module is on "
+            f"{where}: device_ids can name the one GPU on which a module is; leave both out, or "
+            "move the module there first, as by module.to(0)"
+        )
+    return numbers, numbers[0] if output_device is None else _number(output_device)
+
+
+def _number(device: int | str | torch.device) -> int:
+    """Return the number of a GPU; that of "cuda" is the current one's."""
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index

@@ -1,0 +1,219 @@
+"""The reducer: averages gradients between ranks while backward still runs.
+
+It copies gradients into flat *buckets*, in the order in which backward is expected to make them
+(the reverse of the parameters'), and hands each bucket to a communication thread as soon as it is
+full. ``ddp`` has the module around it. Notebook 05 builds this file. Source: Li et al., "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020), and torch's
+``Reducer``.
+"""
+
+import contextvars
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import ranks
+from .buckets import Bucket, make_buckets
+from .members import Member, line_of
+from .scattering import tensors_of
+from .sender import Sender
+
+
+class Reducer:
+    """Averages the gradients of ``params`` in each backward pass that a forward pass has announced.
+
+    It lives as long as its owner, or as the graph of an output that it was told to ``expect``. With
+    it go its hooks, its thread and its line.
+    """
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        group: dist.ProcessGroup,
+        bucket_cap_mb: float,
+        by_rows: bool,
+        as_view: bool,
+    ):
+        self.group, self.by_rows, self.as_view = group, by_rows, as_view
+        self.buckets = make_buckets(params, bucket_cap_mb)
+        self.timeline: list | None = None
+        self.hook: tuple[Any, Callable] | None = None  # (state, function), instead of allreduce
+        self._line: Member | None = None  # in which the buckets' order is that of the messages
+        self._weight = 1.0  # of this rank's gradients: its rows since the last averaging, …
+        self._counts_anew = True  # … which ends with the first forward pass after it
+        self._averages = False  # whether the next backward pass is to be averaged
+        self._lock = Lock()  # autograd has a thread for each device, and all call the hooks
+        self._streams = {
+            bucket.device: torch.cuda.Stream(bucket.device)
+            if bucket.device.type == "cuda"
+            else None
+            for bucket in self.buckets
+        }
+        self._context = contextvars.copy_context()
+        self._begin()
+        self._sender = Sender()
+        me = weakref.ref(self)  # a hook lives as long as its parameter, and must not hold more
+        handles = [
+            param.register_post_accumulate_grad_hook(partial(_on_gradient, me, b, i))
+            for b, bucket in enumerate(self.buckets)
+            for i, param in enumerate(bucket.params)
+        ]
+        weakref.finalize(self, _let_go, handles, self._sender)
+
+    # Before backward
+
+    def prepare(self, weight: float) -> None:
+        """Get ready for a forward pass with gradients; on this rank they count ``weight``."""
+        if self._in_backward:  # the last backward pass was broken off by an error
+            wait(self._futures)  # what it has sent is still read, until allreduce's timeout
+            self._begin()
+            self._counts_anew = True
+        adds_up = self.by_rows and not self._counts_anew
+        self._weight = weight + self._weight if adds_up else weight
+        self._counts_anew = False
+        self._context = contextvars.copy_context()  # the thread counts bytes where forward does
+
+    def expect(self, output: Any) -> None:
+        """Average in the next backward pass, and in each one that goes through ``output``."""
+        self.connect()
+        self._announce()
+        for tensor in tensors_of(vars(output) if is_dataclass(output) else output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._announce)
+
+    def _announce(self, *_) -> None:
+        self._averages = True
+
+    def connect(self) -> None:
+        """Take a line in the group, unless there is one: called by all its ranks."""
+        if self._line is None:
+            self._line = line_of(self.group)
+
+    def _begin(self) -> None:
+        """Make ready for the next backward pass."""
+        self._futures: list[Future] = []  # of the buckets that are under way
+        self._in_backward = False
+        for bucket in self.buckets:
+            bucket.ready.clear()
+
+    # During backward
+
+    def _gradient_is_ready(self, bucket: Bucket, i: int) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            # torch has no public way to learn that backward is over; its own one is private.
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if bucket.params[i].grad.requires_grad:
+            raise RuntimeError(
+                "a gradient of a gradient cannot be averaged: call backward without create_graph, "
+                "or in no_sync"
+            )
+        if i in bucket.ready:
+            raise RuntimeError(
+                "a gradient was added to twice in one backward pass, and may have been sent in "
+                "between: checkpoint with use_reentrant=False"
+            )
+        bucket.ready.add(i)
+        self._note_stream(bucket)
+        while len(self._futures) < len(self.buckets) and self._next_bucket().is_full:
+            self._send(self._next_bucket())
+
+    def _next_bucket(self) -> Bucket:
+        return self.buckets[len(self._futures)]
+
+    def _send(self, bucket: Bucket, absent: bool = False) -> None:
+        """Fill a bucket, and hand it to the communication thread."""
+        weight = 1.0 if self.hook else self._weight  # torch's hooks divide by the ranks themselves
+        with self._beside(bucket):
+            bucket.fill(0 if absent else weight)
+            if bucket.is_last():
+                params = [param for b in self.buckets for param in b.params]
+                used = [param.grad is not None and not absent for param in params]
+                rows = 0 if absent else self._weight
+                bucket.manifest.copy_(torch.tensor([*used, rows], dtype=bucket.dtype))
+        self._futures.append(self._sender.submit(self._context.run, self._reduce, bucket))
+
+    def _reduce(self, bucket: Bucket) -> None:
+        begin = time.perf_counter()
+        with self._beside(bucket):
+            if self.hook is None:
+                ranks.allreduce(bucket.flat, group=self._line)
+            else:
+                state, function = self.hook
+                bucket.set_buffer(function(state, bucket).wait())
+                ranks.allreduce(bucket.manifest, group=self._line)
+        if self.timeline is not None:
+            self.timeline.append((bucket.number, begin, time.perf_counter()))
+
+    # After backward
+
+    @torch.no_grad()
+    def finish(self, absent: bool = False) -> None:
+        """Send what is left, wait for all, and hand out the gradients, unless we are ``absent``."""
+        while len(self._futures) < len(self.buckets):
+            self._note_stream(self._next_bucket())
+            self._send(self._next_bucket(), absent)  # not full: some are unused on this rank
+        with naming_join():
+            for future in self._futures:
+                future.result()
+        for device, stream in self._streams.items():
+            if stream:
+                torch.cuda.current_stream(device).wait_stream(stream)
+        *users, rows = self.buckets[-1].manifest.tolist()
+        if self.by_rows and rows:
+            for bucket in self.buckets:
+                bucket.flat.div_(rows.real)
+        self._counts_anew = True  # the rows stay: one forward pass may have two backward passes
+        self._averages = False
+        self._begin()
+        places = [(bucket, i) for bucket in self.buckets for i in range(len(bucket.params))]
+        for (bucket, i), count in zip(places, users, strict=True):
+            if count and not absent:
+                bucket.hand_out(i, self.as_view)
+
+    # On GPUs: not run on a GPU
+
+    def _beside(self, bucket: Bucket):
+        """Work in the stream of the messages, beside the one in which backward computes."""
+        return torch.cuda.stream(self._streams[bucket.device])
+
+    def _note_stream(self, bucket: Bucket) -> None:
+        """Let the messages' stream wait for what the current one has to do by now."""
+        if stream := self._streams[bucket.device]:
+            stream.wait_event(torch.cuda.current_stream(bucket.device).record_event())
+
+
+def _on_gradient(me: weakref.ref, b: int, i: int, param: nn.Parameter) -> None:
+    reducer = me()
+    if reducer is not None and reducer._averages:
+        with reducer._lock:
+            reducer._gradient_is_ready(reducer.buckets[b], i)
+
+
+def _let_go(handles: list, sender: Sender) -> None:
+    for handle in handles:
+        handle.remove()
+    sender.stop()
+
+
+@contextmanager
+def naming_join() -> Iterator[None]:
+    """Let an error that names a missing rank also name the most likely cause."""
+    try:
+        yield
+    except ranks.PeerError as error:
+        raise ranks.PeerError(
+            f"{error}\nDid it have fewer batches than this rank? Then put the loop into "
+            "`with model.join():`, or give all ranks equally many.",
+            error.ranks,
+        ) from None

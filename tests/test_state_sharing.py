@@ -1,0 +1,53 @@
+"""All ranks begin with one rank's state. How modules differ, and what is said of it: test_ddp."""
+
+import sys
+
+import cloudpickle
+import torch
+from torch import nn
+
+from d2lpar.launcher import launch
+from d2lpar.state_sharing import share_buffers, share_state
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+LIMIT = 60  # seconds, for what takes less than one
+
+
+def model(rank):
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    module.register_buffer("mask", torch.tensor([rank == 0, rank == 1]))
+    module.register_buffer("turned", torch.full((2, 3), float(rank)).t())
+    for tensor in (*module.parameters(), module[1].running_mean, module[1].num_batches_tracked):
+        tensor.data.fill_(rank)
+    return module
+
+
+def numbers(tensors):
+    return {float(tensor.flatten()[0]) for tensor in tensors}
+
+
+def test_buffers_of_one_rank_are_taken_by_all():
+    def share(rank, world_size):
+        module = model(rank)
+        share_buffers(module, 1)
+        buffers = dict(module.named_buffers())
+        return (
+            buffers["mask"].tolist(),
+            buffers["turned"].tolist(),
+            buffers["1.running_mean"].tolist(),
+            buffers["1.num_batches_tracked"].item(),
+            numbers(module.parameters()),
+        )
+
+    for rank, found in enumerate(launch(share, 3, timeout=LIMIT)):
+        assert found == ([False, True], [[1.0, 1.0]] * 3, [1.0] * 3, 1, {float(rank)})
+
+
+def test_buffers_may_be_left_out():
+    def share(rank, world_size):
+        module = model(rank)
+        share_state(module, buffers=False)
+        return numbers(module.parameters()), module[1].running_mean.tolist()
+
+    expected = [({0.0}, [float(rank)] * 3) for rank in range(2)]
+    assert launch(share, 2, timeout=LIMIT) == expected
