@@ -84,6 +84,8 @@ def _runs(element, weight):
 def complaints(svg, margin=4):
     """Yield every text that overlaps another, leaves its frame, or comes close to the edge."""
     root = ET.fromstring(svg)
+    if not root.get("font-family", "").startswith("'DejaVu Sans', Verdana"):  # nearly as wide
+        yield f"its text is not in DejaVu Sans, but in {root.get('font-family')}"
     _, _, width, height = map(float, root.get("viewBox").split())
     texts = sorted(set(boxes(root, "text")))  # a halo stands where its text does
     for words, left, top, right, bottom in texts:
