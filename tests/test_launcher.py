@@ -27,7 +27,7 @@ from d2lpar import launcher, ranks
 from d2lpar.lanes import SharedMemory
 from d2lpar.launcher import RankError, launch
 
-LIMIT = 60  # seconds: a generous limit for what should take less than one; no test is about speed
+LIMIT = 200  # seconds, for what takes one to ten: a machine may be busy, and no test is about speed
 
 
 def rank_and_size(rank, world_size):  # found by its name: a rank that uses it imports this file
@@ -931,7 +931,7 @@ def test_a_folder_with_files_named_as_modules_does_not_disturb(tmp_path):
         "from d2lpar import launch\nprint(launch(lambda rank, world_size: rank, 2))\n"
     )
     ran = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT
     )
     assert ran.stdout == "[0, 1]\n", ran.stderr
 
@@ -952,6 +952,6 @@ def test_what_the_callers_stdout_cannot_encode_is_escaped():
     code = "from d2lpar import launch\nlaunch(lambda r, k: print('a \\u2192 b'), 1)"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=LIMIT
     )
     assert ran.stdout == "[rank 0] a \\u2192 b\n", ran.stderr
