@@ -43,12 +43,12 @@ class DistributedPipeline(nn.Module):
     Rank r of the group has stage r. What ``Pipeline`` says of micro-batches, of the loss and of
     BatchNorm holds here, too. Where the group's backend is NCCL, which wants sends and receives in
     pairs, messages go through a gloo group, one for each pipeline. On GPUs, call it in the default
-    stream. Copy ``.stage``, not this.
+    stream; not run on a GPU. Copy ``.stage``, not this.
 
     Args:
         stage: this rank's layers, on the device where they are to be computed.
         criterion: called with (output, target), on the last rank.
-        num_microbatches: into how many parts a batch is cut.
+        num_microbatches: see ``Pipeline``.
         schedule: a function (num_stages, num_microbatches) -> ticks, in which each stage works on
             micro-batches in the order in which they are sent.
         group: the process group; None: all ranks.
@@ -64,6 +64,7 @@ class DistributedPipeline(nn.Module):
     Raises:
         MismatchError: on every rank, when schedule or number of micro-batches differ.
         ValueError: see ``Pipeline``; this rank is no member of ``group``.
+        TypeError: ``stage`` is no module.
     """
 
     def __init__(
@@ -88,6 +89,9 @@ class DistributedPipeline(nn.Module):
         self.is_first, self.is_last = self.number == 0, self.number == len(self.ranks) - 1
         ticks = self._agreed_ticks(schedule, num_microbatches, limit)
         require_number(criterion, count)
+        if not isinstance(stage, nn.Module):
+            text = f"stage must be this rank's module, not a {type(stage).__name__}"
+            raise TypeError(f"{text}: such as cut(model, num_stages)[rank]")
         self.stage, self.count, self.num_microbatches = stage, count, num_microbatches
         self.criterion = on_device(criterion, self.device) if self.is_last else criterion
         self.actions = own_actions(ticks, self.number)

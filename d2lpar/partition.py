@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .devices import num_bytes
-from .stages import writes_to_its_input
+from .stages import modules_of, writes_to_its_input
 
 
 def cut(
@@ -37,8 +37,9 @@ def cut(
     Raises:
         ValueError: there are fewer layers than stages, a cost is negative, ``by`` is unknown,
             "time" has no ``X``, or a parameter is in two stages.
+        TypeError: ``model`` is a module of another kind, or holds what is no module.
     """
-    layers = list(model)
+    layers = modules_of(model, "the model")
     costs = _costs(layers, by, X)
     stages, begin = [], 0
     for size in balance(costs, num_stages):

@@ -2,12 +2,15 @@
 
 ``SplitModel`` puts stages on devices and moves what goes from one to the next; autograd moves the
 gradients back. Only one device works at a time. ``Pipeline`` cuts the batch, too, and follows a
-schedule, so that devices work at the same time: on GPUs, whose calls return at once. Notebook 06
-builds this file. Source: Huang et al., GPipe (2019), and Kim et al., "torchgpipe" (2020).
+schedule, so that devices can work at the same time: on GPUs, whose calls return at once. There a
+copy from one to another waits for what both have been given to do before, and they for the copy,
+since all is on default streams; torchgpipe has streams for its copies. Not run on a GPU. Notebook
+06 builds this file. Source: Huang et al., GPipe (2019), and Kim et al., "torchgpipe" (2020).
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +31,7 @@ from .pipeline_schedules import (
     target,
 )
 from .scattering import check_devices, position
-from .stages import Stage
+from .stages import Stage, modules_of, one_tensor
 
 KINDS = MappingProxyType({"forward": "activations", "backward": "gradients"})  # of the ledger
 
@@ -43,7 +46,7 @@ class SplitModel(nn.Module):
 
     def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]):
         super().__init__()
-        self.devices = check_devices(devices)
+        self.devices, stages = check_devices(devices), modules_of(stages, "stages")
         if len(stages) != len(self.devices):
             raise ValueError(f"there are {len(stages)} stages for {len(self.devices)} devices")
         self.stages = nn.ModuleList(
@@ -54,7 +57,8 @@ class SplitModel(nn.Module):
         """Return the output of the last stage, on the last device; gradients flow back."""
         src = position(X.device, self.devices)
         for s, (stage, device) in enumerate(zip(self.stages, self.devices, strict=True)):
-            X = stage(move(X, device, src, s, KINDS["forward"], KINDS["backward"]))
+            arrived = move(X, device, src, s, KINDS["forward"], KINDS["backward"])
+            X = one_tensor(stage(arrived))
             src = s
         return X
 
@@ -63,16 +67,17 @@ class Pipeline(SplitModel):
     """The same model, trained in micro-batches that follow a schedule.
 
     ``forward_backward`` does what ``criterion(model(X), y).backward()`` does with the whole model,
-    up to rounding, also where the last micro-batches are one row shorter, and for a criterion that
-    ignores targets or weighs classes. BatchNorm is the exception: in training it sees a micro-batch
-    at a time, normalises with the mean and variance of that one, and updates its running statistics
-    m times. The call itself, ``pipeline(X)``, is the plain split, for evaluation.
+    up to rounding, also where the last micro-batches are one row shorter or have none, and for a
+    criterion that ignores targets or weighs classes. BatchNorm is the exception: in training it
+    sees a micro-batch at a time, normalises with the mean and variance of that one, and updates
+    its running statistics m times. The call ``pipeline(X)`` is the plain split, for evaluation.
 
     Args:
         stages: modules, as ``cut`` returns; a stage takes one tensor and returns one.
         devices: one for each stage.
         criterion: called with (output, target), on the last device; a module is moved there.
-        num_microbatches: into how many parts a batch is cut; they differ by at most one row.
+        num_microbatches: into how many parts a batch is cut, which differ by at most one row; a
+            batch with fewer rows makes as many as it has rows.
         schedule: a function (num_stages, num_microbatches) -> ticks, such as ``gpipe``.
         recompute: whether a stage keeps only its inputs and outputs, and computes the rest again.
         count: see ``DataParallelCriterion``.
@@ -110,8 +115,8 @@ class Pipeline(SplitModel):
         """Add to the gradients of all parameters; return the loss of the batch, detached.
 
         Raises:
-            ValueError: ``X`` and ``y`` differ in rows, there are fewer rows than micro-batches, or
-                ``X`` requires gradients.
+            ValueError: ``X`` and ``y`` differ in rows or have none, or ``X`` requires gradients.
+            Exception: what a stage raises, with a note that says which, and in which micro-batch.
         """
         X_parts, y_parts = split_rows(X, y, self.num_microbatches)
         losses = Losses(self.criterion, self.count, y_parts)
@@ -136,13 +141,25 @@ def run_actions(
     for action in actions:
         stage, arrived = stages[action.stage], mail.receive(action)
         begin = time.perf_counter()
-        if action.kind == "forward":
-            result = stage.forward(action.microbatch, arrived)
-        else:
-            result = stage.backward(action.microbatch, arrived)
+        with noting(action):
+            if action.kind == "forward":
+                result = stage.forward(action.microbatch, arrived)
+            else:
+                result = stage.backward(action.microbatch, arrived)
         if timeline is not None:
             timeline.append(Span(*action, begin, time.perf_counter()))
         mail.send(action, result)
+
+
+@contextmanager
+def noting(action: Action) -> Iterator[None]:
+    """Add to an exception in which action of the pipeline it was raised."""
+    try:
+        yield
+    except Exception as error:
+        s, i, kind = action
+        error.add_note(f"This was the pipeline's {kind} of micro-batch {i} on stage {s}.")
+        raise
 
 
 class Moves:
@@ -178,7 +195,7 @@ class Losses:
 
     def __init__(self, criterion: Callable, count: Count | None, y_parts: Sequence[torch.Tensor]):
         self.y_parts, self.total = y_parts, 0.0  # total: the loss of the batch, detached
-        self.criterion, self.weights = shares(criterion, count, [(y,) for y in y_parts])
+        self.criterion, self.weights = shares(criterion, count, [(y,) for y in y_parts if len(y)])
 
     def of(self, i: int, output: torch.Tensor) -> torch.Tensor:
         """Return the weighted loss of micro-batch ``i``, whose output this is."""
@@ -190,7 +207,7 @@ class Losses:
             )
         if i in self.weights:
             loss = self.criterion(output, y) * self.weights[i]
-        else:  # all of its targets are ignored
+        else:  # it has no targets, or all are ignored
             loss = output.reshape(-1)[:0].sum()  # 0, also of infinite logits
         if loss.dim():
             raise ValueError(f"the criterion returns shape {list(loss.shape)}, and no number")
@@ -230,16 +247,14 @@ def split_rows(
 ) -> tuple[Sequence, Sequence]:
     """Cut a batch into micro-batches that differ by at most one row: (parts of X, parts of y).
 
-    Raises ValueError where that is not possible; one of the two may be None, and is left so.
+    Of fewer rows than micro-batches the last parts are empty. Raises ValueError where there are
+    none; one of the two may be None, and is left so.
     """
     if X is not None and y is not None and X.shape[:1] != y.shape[:1]:
         raise ValueError(f"X has shape {list(X.shape)}, but y has shape {list(y.shape)}")
     for rows in (X, y):
-        if rows is not None and (not rows.dim() or len(rows) < num_microbatches):
-            raise ValueError(
-                f"a batch of shape {list(rows.shape)} cannot be cut into {num_microbatches} "
-                "micro-batches of at least one row"
-            )
+        if rows is not None and (not rows.dim() or not len(rows)):
+            raise ValueError(f"a batch of shape {list(rows.shape)} has no rows to cut")
     if X is not None and X.requires_grad:
         raise ValueError(
             "X requires gradients, and they would end at the first stage: put what made X into "

@@ -4,7 +4,7 @@ It makes the forward and the backward pass of its layers, apart from each other 
 the other stages, as the executors of a pipeline ask for it. Notebook 06 builds this file.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -33,10 +33,10 @@ class Stage:
     def forward(self, i: int, X: torch.Tensor) -> torch.Tensor:
         """Return the output for micro-batch ``i``, detached, but marked if it wants a gradient.
 
-        ``X`` is a leaf.
+        ``X`` is a leaf. Without rows it is passed on as it is, and no gradient comes back.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            output = call(self.module, X, self.recompute)
+            output = call(self.module, X, self.recompute) if len(X) else X  # no row was left
             if self.finish:
                 output = self.finish(i, output)
         self.live[i] = X, output
@@ -74,9 +74,31 @@ def call(module: nn.Module, X: torch.Tensor, recompute: bool = False) -> torch.T
         output = checkpoint(function, X, use_reentrant=False, context_fn=contexts)
     else:
         output = function(X)
+    return one_tensor(output)
+
+
+def one_tensor(output) -> torch.Tensor:
+    """Return what a stage has made if it is a tensor; raise TypeError for anything else."""
     if not isinstance(output, torch.Tensor):
-        raise TypeError(f"a stage must return one tensor, not a {type(output).__name__}")
+        raise TypeError(
+            f"a stage must return one tensor, not a {type(output).__name__}: join what it makes in "
+            "one, or cut the model where one tensor goes from layer to layer"
+        )
     return output
+
+
+def modules_of(parts: nn.Sequential | Sequence[nn.Module], name: str) -> list[nn.Module]:
+    """Return the parts of a model as a list; raise TypeError for what is no list of modules."""
+    if isinstance(parts, nn.Module) and not isinstance(parts, (nn.Sequential, nn.ModuleList)):
+        raise TypeError(
+            f"{name} must be an nn.Sequential or a list of modules, not a {type(parts).__name__}: "
+            "only its forward knows which layer is called after which"
+        )
+    parts = list(parts)
+    for i, part in enumerate(parts):
+        if not isinstance(part, nn.Module):
+            raise TypeError(f"{name}[{i}] is no module, but {part!r}")
+    return parts
 
 
 def writes_to_its_input(module: nn.Module) -> bool:

@@ -88,39 +88,30 @@ def attempt(call, *args, **kwargs):
     return "ok", result, (), time.monotonic() - begin
 
 
-class Momentum:
-    """As torch's SGD, whose first use imports a compiler: seconds in a rank."""
-
-    def __init__(self, module):
-        self.params = list(module.parameters())
-        self.velocity = [torch.zeros_like(param) for param in self.params]
-
-    @torch.no_grad()
-    def step(self):
-        for param, velocity in zip(self.params, self.velocity, strict=True):
-            velocity.mul_(0.9).add_(param.grad)
-            param -= 0.1 * velocity
-            param.grad = None
+def momentum(module):
+    return torch.optim.SGD(module.parameters(), 0.1, 0.9)
 
 
 def train_whole(model, criterion=None):
-    losses, optimizer = [], Momentum(model)
+    losses, optimizer = [], momentum(model)
     for step, rows in enumerate(ROWS):
         X, y = batch(rows, step)
         loss = (criterion or nn.MSELoss())(model(X), y)
         loss.backward()
         losses.append(loss.detach())
         optimizer.step()
+        optimizer.zero_grad()
     return losses, params(model)
 
 
 def train_stage(rank, k, model, m, schedule):
     stage = cut(model, k)[rank]
     pipeline = DistributedPipeline(stage, nn.MSELoss(), m, schedule, timeout=LIMIT)
-    losses, optimizer = [], Momentum(stage)
+    losses, optimizer = [], momentum(stage)
     for step, rows in enumerate(ROWS):
         losses.append(pipeline.forward_backward(*given(*batch(rows, step), rank, k)))
         optimizer.step()
+        optimizer.zero_grad()
     return losses, params(stage), pipeline.peak_live
 
 
@@ -392,7 +383,7 @@ def test_what_a_rank_needs_and_is_not_given():
         X, y = batch()
         outcomes = [
             attempt(pipeline.forward_backward, *given(X, y, 1 - rank, k)),
-            attempt(pipeline.forward_backward, *given(X[:2], y[:2], rank, k)),
+            attempt(pipeline.forward_backward, *given(X[:0], y[:0], rank, k)),
         ]
         if rank == 0:
             outcomes.append(attempt(pipeline.forward_backward, X.clone().requires_grad_()))
@@ -408,11 +399,11 @@ def test_what_a_rank_needs_and_is_not_given():
         first + last,
         [
             "the first rank needs the inputs X",
-            "shape [2, 6] cannot be cut into 3 micro-batches",
+            "a batch of shape [0, 6] has no rows",
             "X requires gradients",
             "the first rank needs the inputs X",
             "the last rank needs the targets y",
-            "shape [2, 5] cannot be cut into 3 micro-batches",
+            "a batch of shape [0, 5] has no rows",
             *["the last rank needs the targets y"] * 2,
         ],
         strict=True,
@@ -429,14 +420,16 @@ def test_pipelines_that_are_refused():
             attempt(DistributedPipeline, stage, nn.MSELoss(), 0),
             attempt(DistributedPipeline, stage, nn.MSELoss(), 2, lambda p, m: gpipe(p, m)[1:]),
             attempt(DistributedPipeline, stage, nn.MSELoss(), 2, "gpipe"),
+            attempt(DistributedPipeline, [stage, stage], nn.MSELoss(), 2),
         ]
 
-    for none, function, zero, wrong, text in launch(build, 2, timeout=LIMIT):
+    for none, function, zero, wrong, text, stages in launch(build, 2, timeout=LIMIT):
         assert none[0] == "ValueError" and 'reduction "none"' in none[1]
         assert function[0] == "ValueError" and "pass count" in function[1]
         assert zero[0] == "ValueError" and "not 0" in zero[1]
         assert wrong[0] == "ValueError" and "tick 0" in wrong[1]
         assert text[0] == "TypeError" and "such as gpipe" in text[1]
+        assert stages[0] == "TypeError" and "not a list: such as cut(model, num" in stages[1]
 
 
 def test_targets_of_another_batch_are_an_error_on_the_last_rank():
@@ -473,6 +466,7 @@ def test_a_stage_that_fails_ends_all_ranks_with_its_error(culprit):
     begin = time.monotonic()
     with pytest.raises(RankError, match=f"rank {culprit}: ArithmeticError: in micro-batch 2") as e:
         launch(train, 3, timeout=LIMIT)
+    assert f"the pipeline's forward of micro-batch 2 on stage {culprit}." in str(e.value)
     assert e.value.rank == culprit
     assert time.monotonic() - begin < LIMIT / 3
 
@@ -503,7 +497,7 @@ def test_a_rank_that_skips_a_batch_is_found_out():
         pipeline = DistributedPipeline(cut(mlp(), k)[rank], nn.MSELoss(), 3, timeout=LIMIT)
         X, y = batch()
         if rank == 1:
-            attempt(pipeline.forward_backward, None, y[:2])  # refused: one batch behind from now on
+            attempt(pipeline.forward_backward, None, y[:0])  # refused: one batch behind from now on
         first = attempt(pipeline.forward_backward, *given(X, y, rank, k)) if rank == 0 else None
         second = attempt(pipeline.forward_backward, *given(X, y, rank, k)) if rank == 1 else None
         return first or second
@@ -554,6 +548,31 @@ def test_what_cannot_be_sent_is_refused_where_it_was_made():
 
     (kind, text, _, seconds), _ = launch(refuse, 2, timeout=LIMIT)
     assert kind == "ValueError" and "room for 8 dimensions" in text and seconds < 2
+
+
+class NeedsRows(nn.Module):
+    def forward(self, X):
+        assert len(X), "it was called without rows"
+        return X
+
+
+@both
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_batch_with_fewer_rows_than_micro_batches_makes_fewer(schedule, way):
+    def train(rank, k):
+        go(way)
+        stage = cut(mlp(), k)[rank].append(NeedsRows())
+        pipeline = DistributedPipeline(stage, nn.MSELoss(), 5, schedule, timeout=LIMIT)
+        losses = [
+            pipeline.forward_backward(*given(*batch(rows, rows), rank, k)) for rows in (3, 7, 1)
+        ]
+        return losses, grads(stage)
+
+    losses, ours = from_all(launch(train, 3, timeout=LIMIT))
+    model = mlp()
+    for loss, rows in zip(losses, (3, 7, 1), strict=True):
+        close(loss, grads_of(model, nn.MSELoss(), *batch(rows, rows))[0])  # and adds to gradients
+    close(ours, grads(model))
 
 
 def test_a_last_batch_with_fewer_rows_than_micro_batches_can_be_evaluated():

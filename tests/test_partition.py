@@ -152,3 +152,18 @@ def test_measuring_gives_gradients_back_after_an_error():
     with pytest.raises(RuntimeError):
         layer_seconds([layer], torch.randn(2, 4))
     assert torch.equal(layer.weight.grad, torch.ones(3, 3))
+
+
+def test_a_module_whose_layers_are_in_no_known_order_is_refused():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+    with pytest.raises(
+        TypeError, match=r"the model must be an nn.Sequential .* not a Net: only its"
+    ):
+        cut(Net(), 2)
+    with pytest.raises(TypeError, match=r"the model\[1\] is no module, but <built-in"):
+        cut([nn.Linear(2, 2), torch.relu], 2)
+    assert sizes(cut(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]), 2)) == [1, 1]

@@ -96,7 +96,7 @@ def test_several_steps_train_the_same_model(schedule, p, m, more, recompute):
     pipeline = pipe(model, p, m, schedule, recompute=recompute)
     ours, theirs = (torch.optim.SGD(net.parameters(), 0.1, 0.9) for net in (model, whole))
     for step in range(3):
-        rows = m + (more + step) % 10
+        rows = 1 + (more + step) % 10  # at times fewer than micro-batches
         X, y = randn(rows, 6, seed=step), randn(rows, 5, seed=10 + step)
         loss = pipeline.forward_backward(X, y)
         close(loss, grads_of(whole, nn.MSELoss(), X, y)[0])
@@ -367,8 +367,10 @@ def test_a_stage_that_fails_leaves_nothing_over():
     whole, model = pair(lambda: nn.Sequential(*mlp(), Fails()))
     pipeline = pipe(model, 2, 5, gpipe)
     X, y = randn(7, 6), randn(7, 5, seed=1)
-    with pytest.raises(ArithmeticError, match="of this stage"):
+    with pytest.raises(ArithmeticError, match="of this stage") as caught:
         pipeline.forward_backward(randn(9, 6, seed=8), randn(9, 5))
+    note = "This was the pipeline's forward of micro-batch 3 on stage 1."
+    assert caught.value.__notes__ == [note]
     model.zero_grad()
     loss = pipeline.forward_backward(X, y)
     expected, expected_grads = grads_of(whole, nn.MSELoss(), X, y)
@@ -408,6 +410,31 @@ def test_a_pipeline_that_is_called_evaluates_the_model():
     assert torch.equal(pipeline(X), whole(X))
 
 
+class NeedsRows(nn.Module):
+    def forward(self, X):
+        assert len(X), "it was called without rows"
+        return X
+
+
+@each
+@pytest.mark.parametrize(
+    "criterion, count",
+    [
+        (nn.CrossEntropyLoss(W, label_smoothing=0.1), None),
+        (nn.CrossEntropyLoss(reduction="sum"), None),
+        (nn.CrossEntropyLoss(W, ignore_index=2), None),
+        (nn.CrossEntropyLoss(), lambda y: len(y) * int(y.max() >= 0)),  # max needs rows, too
+    ],
+)
+def test_a_batch_with_fewer_rows_than_micro_batches_makes_fewer(criterion, count, schedule):
+    whole, model = pair(lambda: nn.Sequential(*mlp(), NeedsRows()))
+    pipeline = pipe(model, 3, 5, schedule, criterion, count=count)
+    X, y = randn(3, 6), labels(3)
+    expected, expected_grads = grads_of(whole, criterion, X, y)
+    close(pipeline.forward_backward(X, y), expected)
+    close(grads(model), expected_grads)
+
+
 # What is refused.
 
 
@@ -415,10 +442,10 @@ def test_batches_that_are_refused():
     pipeline = pipe(mlp(), 2, 3)
     X, y = randn(7, 6), randn(7, 5)
     for arguments, words in [
-        ((X[:2], y[:2]), r"shape \[2, 6\] cannot be cut into 3 micro-batches"),
+        ((X[:0], y[:0]), r"a batch of shape \[0, 6\] has no rows to cut"),
         ((X, y[:6]), r"X has shape \[7, 6\], but y has shape \[6, 5\]"),
         ((X, y[0, 0]), r"X has shape \[7, 6\], but y has shape \[\]"),
-        ((X[0, 0], y[0, 0]), r"shape \[\] cannot be cut"),
+        ((X[0, 0], y[0, 0]), r"a batch of shape \[\] has no rows"),
         ((X.clone().requires_grad_(), y), "X requires gradients"),
     ]:
         with pytest.raises(ValueError, match=words):
@@ -438,8 +465,42 @@ def test_a_stage_must_return_one_tensor():
         def forward(self, X):
             return X, X
 
-    with pytest.raises(TypeError, match="not a tuple"):
-        pipe(nn.Sequential(mlp(), Pair()), 2, 2).forward_backward(randn(4, 6), randn(4, 5))
+    pipeline = pipe(nn.Sequential(mlp(), Pair()), 2, 2)
+    with pytest.raises(TypeError, match="not a tuple: join what it makes in one, or cut") as caught:
+        pipeline.forward_backward(randn(4, 6), randn(4, 5))
+    assert "of micro-batch 0 on stage 1" in caught.value.__notes__[0]
+    with pytest.raises(TypeError, match="not a tuple: join"):
+        pipeline(randn(4, 6))
+
+
+def test_a_way_back_that_fails_says_where():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, X):
+            return X.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("on the way back")
+
+    class Layer(nn.Module):
+        def forward(self, X):
+            return Fails.apply(X)
+
+    model = nn.Sequential(*mlp(), Layer())
+    with pytest.raises(ArithmeticError, match="on the way back") as caught:
+        pipe(model, 3, 2).forward_backward(randn(4, 6), randn(4, 5))
+    assert caught.value.__notes__ == [
+        "This was the pipeline's backward of micro-batch 0 on stage 2."
+    ]
+
+
+def test_a_model_is_not_taken_for_its_stages():
+    model = nn.ModuleDict({"layer": nn.Linear(6, 5)})
+    with pytest.raises(TypeError, match=r"stages must be an nn.Sequential or a list .* not a Modu"):
+        Pipeline(model, ["cpu"], nn.MSELoss(), 2)
+    with pytest.raises(TypeError, match=r"stages\[1\] is no module, but <built-in"):
+        SplitModel([nn.Linear(6, 5), torch.relu], ["cpu"] * 2)
 
 
 def backward_first(p, m):
