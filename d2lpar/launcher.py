@@ -62,8 +62,8 @@ def launch(
     LOCAL_RANK are set as torchrun sets them, and the environment, the working directory and
     ``sys.path`` are the caller's. The random generators of torch and Python are seeded with the
     rank. A rank works on copies: what it changes in its arguments or in global variables stays
-    there, only the result comes back. Once all have returned, ranks and the processes that they
-    have started are killed: close your files.
+    there, only the result comes back. A rank may start processes, such as a DataLoader's workers.
+    Once all ranks have returned, they and these are killed: close your files.
 
     What a rank prints, the caller prints, in whole lines that begin with ``[rank 0]``. What C code
     writes, or a process that a rank has started, goes to the terminal as it is.
