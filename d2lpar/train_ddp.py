@@ -272,10 +272,12 @@ def _flaw(args, tensors: dict, info: dict, expected: dict, num_batches: int) -> 
     for name in {**expected, **tensors}:
         found, wanted = _kind(tensors.get(name)), _kind(expected.get(name))
         if found != wanted:
-            return f"its {name} is {found}, and should be {wanted}: was it saved by this program?"
+            flaw = f"its tensor {name!r} is {found}, and should be {wanted}"
+            return f"{flaw}: was it saved by this program?"
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            return f"its {name} has NaN or infinite values: take an older one, or a smaller --lr"
+            flaw = f"its tensor {name!r} has NaN or infinite values"
+            return f"{flaw}: take an older one, or begin again with a smaller --lr"
     epoch, batch = info.get("epoch"), info.get("batch")
     if type(epoch) is not int or type(batch) is not int or epoch < 0 or batch < 0:
         return f"its epoch is {epoch!r} and its batch {batch!r}, which tell no place to go on from"

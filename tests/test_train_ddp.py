@@ -238,13 +238,13 @@ def test_what_is_no_checkpoint_of_this_run_is_named_on_every_rank(small, tmp_pat
     tensors, info = load_checkpoint(tmp_path / "net")
     weights = tensors["params.0"]
     flaws = {
-        "params.0 is absent, and should be torch.float32 of shape": {"params.0": None},
-        "extra is torch.float32 of shape [1], and should be absent": {"extra": torch.ones(1)},
-        "params.0 is torch.float32 of shape [180], and": {"params.0": weights.reshape(-1)},
-        "params.0 is torch.float64 of shape [20, 1, 3, 3]": {"params.0": weights.double()},
-        "params.0 has NaN or infinite values": {"params.0": weights / 0},
-        "losses is absent": {"losses": None},
-        "losses is torch.float64 of shape [3], and should": {"losses": torch.zeros(3).double()},
+        "'params.0' is absent, and should be torch.float32 of shape": {"params.0": None},
+        "'extra' is torch.float32 of shape [1], and should be absent": {"extra": torch.ones(1)},
+        "'params.0' is torch.float32 of shape [180], and": {"params.0": weights.reshape(-1)},
+        "'params.0' is torch.float64 of shape [20, 1, 3, 3]": {"params.0": weights.double()},
+        "'params.0' has NaN or infinite values": {"params.0": weights / 0},
+        "'losses' is absent": {"losses": None},
+        "'losses' is torch.float64 of shape [3], and should": {"losses": torch.zeros(3).double()},
         "epoch is None and its batch 0, which tell no place": {"epoch": None},
         "epoch is 1 and its batch 'x', which tell no": {"batch": "x"},
         "epoch is -1 and its batch 0, which": {"epoch": -1},
