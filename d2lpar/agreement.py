@@ -13,25 +13,40 @@ import torch
 
 from .checks import is_folded
 from .schedules import Schedule
-from .transport import Transport
+from .transport import PeerError, Transport, name_ranks
 
-NOTE = struct.Struct("<qq16s")  # number of the call, rows, digest of the plan
+MARK = b"d2\xff\x7f"  # of a note; as a float32 it is NaN, so that hardly any data look like it
+NOTE = struct.Struct("<4sIq16s")  # mark, number of the call, rows, digest of the plan
 TEXT_BYTES = 256  # of the plan itself, which is sent only when plans differ
 
 
 class MismatchError(RuntimeError):
-    """The ranks were about to do different things. Nothing was sent, and the group is usable."""
+    """The ranks were about to do different things.
+
+    If that was a collective, nothing was sent, and the group is usable; for what ``receive`` finds,
+    see there.
+    """
 
 
 def agree(transport: Transport, call: int, plan: str, rows: int, timeout: float) -> list[int]:
-    """Return everyone's rows; raise MismatchError on all ranks unless all have the same plan."""
-    notes = transport.tell(NOTE.pack(call, rows, _digest(plan)), timeout)
+    """Return everyone's rows; raise MismatchError on all ranks unless all have the same plan.
+
+    Raises PeerError too: see ``Transport.tell``, and where a rank sends something else than a note.
+    """
+    with transport.guard():
+        notes = transport.tell(NOTE.pack(MARK, call % 2**32, rows, _digest(plan)), timeout)
     if notes.count(notes[0]) == len(notes):  # as a rule, and quickly seen
         return [rows] * len(notes)
-    calls, rows, digests = zip(*map(NOTE.unpack, notes), strict=True)
+    marks, calls, rows, digests = zip(*map(NOTE.unpack, notes), strict=True)
+    if strangers := [r for r, mark in zip(transport.ranks, marks, strict=True) if mark != MARK]:
+        with transport.guard():
+            what = "did not compare plans: is what was called there unchecked, or a send?"
+            raise PeerError(f"{name_ranks(strangers)} {what} This rank's call: {plan}", strangers)
     if len(set(calls)) > 1 or len(set(digests)) > 1:
         text = plan.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        plans = [t.rstrip(b"\0").decode(errors="replace") for t in transport.tell(text, timeout)]
+        with transport.guard():
+            texts = transport.tell(text, timeout)
+        plans = [text.rstrip(b"\0").decode(errors="replace") for text in texts]
         who = [
             f"rank {r}, call {n}: {p}"
             for r, n, p in zip(transport.ranks, calls, plans, strict=True)
@@ -52,6 +67,10 @@ def describe_tensor(tensor, first: int = 0) -> str:
     kind = _kind(tensor.dtype, tensor.shape[first:])
     if tensor.requires_grad and torch.is_grad_enabled():
         kind += " that requires gradients"
+    if tensor.is_meta:
+        return kind + " on meta"
+    if tensor.layout is not torch.strided:
+        return f"{kind} with layout {tensor.layout}"
     return kind + " expanded" if is_expanded(tensor) else kind
 
 

@@ -27,9 +27,13 @@ def check_tensors(data: Sequence[torch.Tensor]) -> None:
 
 
 def check_tensor(tensor: torch.Tensor, name: str) -> None:
-    """Refuse, by its ``name``, what is no tensor, or wants a gradient through a collective."""
+    """Refuse, by its ``name``, what is no tensor of numbers side by side, or wants a gradient."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} has the layout {tensor.layout}: pass its .to_dense()")
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the device meta, where tensors have a shape but no numbers")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name} requires gradients, which a collective does not record: pass its "

@@ -9,13 +9,12 @@ Notebook 05 measures it against gloo.
 
 import mmap
 import os
-import shutil
 import tempfile
 import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import permutations, zip_longest
 
 import torch
@@ -25,8 +24,9 @@ from .transport import ALIGNMENT, PeerError, Receive, Send, Transport, name_rank
 CHANNELS = 4  # process groups of a rank that can have lanes, in all; further ones send messages
 SLOTS = 2  # of a lane: one is filled while the other is emptied
 SLOT_BYTES = 2**20  # at most
-MIN_SLOT_BYTES = 2**12  # with smaller ones, which more than 32 ranks would have, nothing is won
-LANE_BYTES = 32 * 2**20  # all lanes together: a container's /dev/shm may have no more than 64 MB
+MIN_SLOT_BYTES = 2**12  # with smaller ones, which more than 28 ranks would have, nothing is won
+LANE_BYTES = 24 * 2**20  # all lanes together, so that two launches fit into a container's 64 MB
+TABLE_ROWS = 3
 SPINS = 100  # times that a rank looks again before it sleeps
 LOOK = 0.05  # seconds after which a sleeping rank looks whether its time is up
 
@@ -43,6 +43,12 @@ class _Lane:
         self.acquire, self.release = waits_for.acquire, announces.release
         self.turn = 0  # messages so far
 
+    def next_slot(self) -> int:
+        """Return the offset of the slot that was waited for."""
+        slot = self.slots[self.turn % SLOTS]
+        self.turn += 1
+        return slot
+
 
 class Lanes(Transport):
     """A member's ends of the lanes to and from all others."""
@@ -56,7 +62,11 @@ class Lanes(Transport):
             self.outgoing[i] = _Lane(ranks[i], memory.slots(channel, *there), free, full)
             free, full = memory.semaphores[(channel, *back)]
             self.incoming[i] = _Lane(ranks[i], memory.slots(channel, *back), full, free)
-        self.waits_for = memory.waits_for(channel)  # by rank; 0: for nobody; else rank + 1
+        # Of every rank, for the others to read: for whom it waits (1 + rank, or 0 for nobody), when
+        # it last looked around while it did (ns), and, once it has given up, whose part it missed
+        # (bit r for rank r). The semaphores order what is in the slots, on every processor, but not
+        # this: a rank may see an old entry, which at worst names another one that is missing, too.
+        self.waits_for, self.looked, self.missed = memory.table_of(channel)
         self.bytes, self.slot_bytes = memory.bytes, memory.slot_bytes
         self.tensor = torch.frombuffer(memory.bytes, dtype=torch.uint8)
         self.view = lru_cache(maxsize=256)(self._view)
@@ -64,19 +74,17 @@ class Lanes(Transport):
     def _tell(self, note: bytes, deadline: float) -> list[bytes]:
         notes, missing = [note] * len(self.ranks), set()
         for lane in self.outgoing.values():
-            try:
-                offset = self._begin(lane, deadline)
-            except PeerError:  # who else?
-                missing.add(lane.rank)
+            if not self._is_ready(lane, deadline):
+                missing.add(lane.rank)  # who else?
                 continue
+            offset = lane.next_slot()
             self.bytes[offset : offset + len(note)] = note
             lane.release()
         for i, lane in self.incoming.items():
-            try:
-                offset = self._begin(lane, deadline)
-            except PeerError:
+            if not self._is_ready(lane, deadline):
                 missing.add(lane.rank)
                 continue
+            offset = lane.next_slot()
             notes[i] = bytes(self.bytes[offset : offset + len(note)])
             lane.release()
         if missing:
@@ -90,11 +98,11 @@ class Lanes(Transport):
         receiving = self._rounds(self.incoming, receives)
         for leaving, arriving in zip_longest(sending, receiving, fillvalue=()):
             for lane, piece in leaving:
-                slot = self._begin(lane, deadline)
+                slot = self._slot(lane, deadline)
                 self.view(slot, piece.numel(), piece.dtype).copy_(piece)
                 lane.release()
             for lane, piece, into in arriving:
-                slot = self._begin(lane, deadline)
+                slot = self._slot(lane, deadline)
                 into(piece, self.view(slot, piece.numel(), piece.dtype))
                 lane.release()
 
@@ -116,47 +124,87 @@ class Lanes(Transport):
     def _view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.tensor[offset : offset + numel * dtype.itemsize].view(dtype)
 
-    def _begin(self, lane: _Lane, deadline: float) -> int:
+    def _slot(self, lane: _Lane, deadline: float) -> int:
         """Wait for the lane's next slot, free for its sender or full for its receiver."""
-        if not lane.acquire(False):
-            self._sleep(lane, deadline)
-        slot = lane.slots[lane.turn % SLOTS]
-        lane.turn += 1
-        return slot
+        if self._is_ready(lane, deadline):
+            return lane.next_slot()
+        line = self._line(lane.rank)
+        stuck = line[-1]
+        if self.waits_for[stuck]:  # a circle: the one that has not looked around for longest
+            stuck = min(line, key=self.looked.__getitem__)
+        raise PeerError(f"rank {stuck} did not do its part in time", [stuck])
 
-    def _sleep(self, lane: _Lane, deadline: float) -> None:
+    def _is_ready(self, lane: _Lane, deadline: float) -> bool:
+        """Wait until there is a slot, or until the time is up: then it is False."""
+        return lane.acquire(False) or self._sleep(lane, deadline)
+
+    def _sleep(self, lane: _Lane, deadline: float) -> bool:
         for _ in range(SPINS):
             os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
             if lane.acquire(False):
-                return
+                return True
         me = self.ranks[self.member]
-        self.waits_for[me] = lane.rank + 1
-        while not lane.acquire(True, LOOK):
+        while time.monotonic() < deadline:
             self.waits_for[me] = lane.rank + 1  # another thread may have written meanwhile
-            if time.monotonic() > deadline:
-                raise self._missing(lane.rank)  # and the table goes on to say for whom
-        self.waits_for[me] = 0
+            self.looked[me] = time.monotonic_ns()
+            if lane.acquire(True, LOOK):
+                self.waits_for[me] = 0
+                return True
+            self._look_around(lane)
+        return False  # and the table goes on to say for whom
 
-    def _missing(self, rank: int) -> PeerError:
-        """Name the one that is waited for, or whom that one waits for in its turn, and so on."""
-        chain = [self.ranks[self.member]]
-        while rank not in chain and self.waits_for[rank]:
-            chain.append(rank)
-            rank = self.waits_for[rank] - 1
-        return PeerError(f"rank {rank} did not do its part in time", [rank])
+    def _line(self, rank: int) -> list[int]:
+        """Return ``rank``, the one that it waits for, and so on, but not this rank.
+
+        The last one waits for nobody, or has given up, or waits for one that is in the line.
+        """
+        line = [self.ranks[self.member]]
+        while rank not in line:
+            line.append(rank)
+            if self.waits_for[rank] and not self.missed[rank]:
+                rank = self.waits_for[rank] - 1
+        return line[1:]
+
+    def look(self) -> None:
+        """Raise PeerError where another rank has given up."""
+        for rank in self.ranks:
+            if self.missed[rank]:
+                raise self._verdict(rank)
+
+    def _look_around(self, lane: _Lane) -> None:
+        """Stop waiting where nothing will come, because someone has given up."""
+        if self.refusal:  # this rank, in another thread
+            raise PeerError(self.refusal)
+        last = self._line(lane.rank)[-1]
+        if self.missed[last]:
+            raise self._verdict(last)
+
+    def _verdict(self, rank: int) -> PeerError:
+        """Say that ``rank`` gave up, or whose part it missed, unless that is this rank's."""
+        others = [self.ranks[i] for i in self.others]
+        missed = [r for r in others if self.missed[rank] >> r & 1] or [rank]
+        if missed == [rank]:
+            return PeerError(f"rank {rank} gave up: its own error says why", missed)
+        return PeerError(f"{name_ranks(missed)} did not do its part, says rank {rank}", missed)
+
+    def _announce(self, error: BaseException) -> None:
+        me = self.ranks[self.member]
+        self.missed[me] = sum(1 << rank for rank in getattr(error, "ranks", ()) or (me,))
 
 
 class SharedMemory:
     """The lanes between all ranks of one ``launch``: a file that all map, and the semaphores.
 
-    Behind the slots lies a table in which a rank that sleeps writes for whom it waits.
+    Behind the slots lies a table in which a rank that sleeps writes for whom it waits, and one that
+    has given up, whom it missed.
     """
 
     def __init__(self, path: str, world_size: int, semaphores: dict):
         self.path, self.world_size, self.semaphores = path, world_size, semaphores
         slots = CHANNELS * world_size * (world_size - 1) * SLOTS
         self.slot_bytes = min(SLOT_BYTES, LANE_BYTES // slots // ALIGNMENT * ALIGNMENT)
-        self.table = CHANNELS * world_size**2 * SLOTS * self.slot_bytes  # the diagonal stays empty
+        self.table = slots * self.slot_bytes  # where it begins
+        self.nbytes = self.table + 8 * CHANNELS * TABLE_ROWS * world_size
         self.used = [True] + [False] * (CHANNELS - 1)  # channel 0 is the default group's
 
     @classmethod
@@ -167,9 +215,9 @@ class SharedMemory:
 
         ``context`` is multiprocessing's, whose processes the ranks will be.
         """
+        if world_size == 1:
+            return None
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-        if world_size == 1 or shutil.disk_usage(folder).free < 2 * LANE_BYTES:
-            return None  # a rank that fills a file system in memory would die of SIGBUS
         memory = cls(os.path.join(folder, f"d2lpar-{uuid.uuid4().hex}"), world_size, {})
         if memory.slot_bytes < MIN_SLOT_BYTES:
             return None
@@ -178,9 +226,9 @@ class SharedMemory:
                 for lane in permutations(range(world_size), 2):
                     pair = context.Semaphore(SLOTS), context.Semaphore(0)
                     memory.semaphores[(channel, *lane)] = pair
-            with open(memory.path, "xb") as file:
-                file.truncate(memory.table + 8 * CHANNELS * world_size)
-        except OSError:  # semaphores take room in the same folder
+            with open(memory.path, "xb", opener=partial(os.open, mode=0o600)) as file:
+                _reserve(file, memory.nbytes)
+        except OSError:  # no room: semaphores take some in the same folder
             memory.remove()
             return None
         return memory
@@ -202,10 +250,23 @@ class SharedMemory:
 
     def slots(self, channel: int, src: int, dst: int) -> list[int]:
         """Return the offsets of the slots of the lane from ``src`` to ``dst``."""
-        lane = (channel * self.world_size + src) * self.world_size + dst
+        peers = self.world_size - 1  # no rank has a lane to itself
+        lane = (channel * self.world_size + src) * peers + dst - (dst > src)
         return [(lane * SLOTS + i) * self.slot_bytes for i in range(SLOTS)]
 
-    def waits_for(self, channel: int) -> memoryview:
-        """Return the row of the table: 1 + the rank for which each rank waits, or 0."""
-        row = self.table + 8 * self.world_size * channel
-        return self.bytes[row : row + 8 * self.world_size].cast("q")
+    def table_of(self, channel: int) -> list[memoryview]:
+        """Return the rows of a channel's table, each with a number for every rank of the world."""
+        size = 8 * self.world_size
+        begin = self.table + channel * TABLE_ROWS * size
+        return [self.bytes[begin + i * size :][:size].cast("q") for i in range(TABLE_ROWS)]
+
+
+def _reserve(file, nbytes: int) -> None:
+    """Give the file its memory now: a rank that later wrote where none is left would die (SIGBUS).
+
+    Raises OSError where there is not enough.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    else:
+        file.write(bytes(nbytes))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from .agreement import agree
 from .lanes import CHANNELS, SLOTS, Lanes, SharedMemory
+from .nccl import NcclMessages, messages_for
 from .transport import Messages, Transport, group_like
 
 TIMEOUT = 300.0  # seconds that a call waits for the others, unless it is told
@@ -58,7 +59,7 @@ def use_messages(group: dist.ProcessGroup | None = None, timeout: float | None =
     before = _members.get(group) or _members.get(dist.group.WORLD)
     timeout = timeout or (before.timeout if before else TIMEOUT)
     memory = before.memory if before and group is dist.group.WORLD else None
-    _members[group] = Member(Messages(group), timeout, memory)
+    _members[group] = Member(messages_for(group), timeout, memory)
 
 
 def member_of(
@@ -84,7 +85,7 @@ def member_of(
 def _join(group: dist.ProcessGroup, timeout: float) -> Member:
     """Give the group lanes of its own where its members have a channel free, else messages."""
     world = _members.get(dist.group.WORLD)
-    member = Member(Messages(group), world.timeout if world else TIMEOUT)
+    member = Member(messages_for(group), world.timeout if world else TIMEOUT)
     if world is None or world.memory is None:
         return member
     return _with_lanes(member, world.memory, timeout) or member
@@ -103,10 +104,10 @@ def line_of(group: dist.ProcessGroup | None, timeout: float | None = None) -> Me
         memory = _members[dist.group.WORLD].memory
         if line := _with_lanes(member, memory, timeout):
             return line
-    if dist.get_backend(group) != dist.Backend.NCCL:
+    if not isinstance(member.transport, NcclMessages):
         return Member(Messages(group, line=member.lines), member.timeout)
     own = group_like(group)
-    line = Member(Messages(own), member.timeout)
+    line = Member(messages_for(own), member.timeout)
     weakref.finalize(line, destroy, own)
     return line
 

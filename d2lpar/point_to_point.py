@@ -57,6 +57,7 @@ def send(
 
     Raises:
         PeerError: ``dst`` did not receive it in time, or is gone.
+        BusyError: another thread of this rank is about to send in the same group.
         ValueError: ``dst`` is no other rank of the group, or the tensor cannot be described.
     """
     check_sendable(tensor, label)
@@ -65,10 +66,11 @@ def send(
     to, text = _peer(transport, dst, "dst"), label.encode()
     shape = [*tensor.shape] + [0] * (MAX_DIMS - tensor.dim())
     fields = DTYPES.index(tensor.dtype), wants_gradient, tensor.dim(), *shape
-    header = torch.frombuffer(bytearray(HEADER.pack(MARK, text, *fields)), dtype=torch.uint8)
-    transport.exchange([Send(to, header.to(transport.device))], [], timeout)
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    transport.exchange([Send(to, flat.to(transport.device))], [], timeout)
+    header = HEADER.pack(MARK, text, *fields)
+    with transport.call(f"send of {label!r} to rank {dst}", "send"), transport.guard():
+        for message in (torch.frombuffer(bytearray(header), dtype=torch.uint8), tensor.detach()):
+            flat = message.resolve_conj().resolve_neg().contiguous().view(-1)
+            transport.exchange([Send(to, flat.to(transport.device))], [], timeout)
 
 
 def check_sendable(tensor: torch.Tensor, label: str) -> None:
@@ -94,20 +96,22 @@ def receive(
 
     Raises:
         PeerError: nothing came within ``timeout`` seconds, or ``src`` is gone.
-        MismatchError: what comes has another label, and is lost; or is nothing that was sent by
-            ``send``: then nobody knows what the group's next messages are.
+        MismatchError: what comes has another label, and is lost; or it was not sent by ``send``,
+            nobody knows what comes next, and the group is of no more use.
+        BusyError: another thread of this rank is about to receive in the same group.
         ValueError: ``src`` is no other rank of the group.
     """
     member, timeout = member_of(group, timeout)
     transport = member.transport
     origin = _peer(transport, src, "src")
-    header = torch.empty(HEADER.size, dtype=torch.uint8, device=transport.device)
-    transport.exchange([], [Receive(origin, header, take)], timeout)
-    mark, text, dtype, wants_gradient, dims, *shape = HEADER.unpack(bytes(header.tolist()))
-    if mark != MARK:
-        raise MismatchError(f"{label!r} was expected, but rank {src} makes another call")
-    flat = torch.empty(shape[:dims], dtype=DTYPES[dtype], device=transport.device).reshape(-1)
-    transport.exchange([], [Receive(origin, flat, take)], timeout)
+    with transport.call(f"receive of {label!r} from rank {src}", "receive"), transport.guard():
+        header = torch.empty(HEADER.size, dtype=torch.uint8, device=transport.device)
+        transport.exchange([], [Receive(origin, header, take)], timeout)
+        mark, text, dtype, wants_gradient, dims, *shape = HEADER.unpack(bytes(header.tolist()))
+        if mark != MARK:
+            raise MismatchError(f"{label!r} was expected, but rank {src} makes another call")
+        flat = torch.empty(shape[:dims], dtype=DTYPES[dtype], device=transport.device).view(-1)
+        transport.exchange([], [Receive(origin, flat, take)], timeout)
     found = text.rstrip(b"\0").decode(errors="replace")
     if found != label:
         raise MismatchError(f"rank {src} has sent {found!r}, but {label!r} was expected")

@@ -20,11 +20,13 @@ from .collectives import (
     check_op,
     divide,
     flatten,
+    is_low_precision,
     part_of,
     put_back,
     reducer,
 )
 from .members import Member, member_of, use_lanes, use_messages
+from .nccl import NcclMessages
 from .schedules import (
     Schedule,
     check_steps,
@@ -35,9 +37,10 @@ from .schedules import (
     star,
     tree_broadcast,
 )
-from .transport import PeerError, Receive, Send, Transport, take
+from .transport import BusyError, PeerError, Receive, Send, Transport, take
 
 __all__ = (
+    "BusyError",
     "MismatchError",
     "PeerError",
     "all_gather",
@@ -58,12 +61,20 @@ def allreduce(
     group: dist.ProcessGroup | None = None,
     check: bool = True,
     timeout: float | None = None,
+    *,
+    label: str = "",
 ) -> None:
     """Reduce in place: afterwards ``tensor`` holds, on every rank, the reduction of all of them.
 
-    Equal to the last bit in every run, and on all ranks that have equally many threads: in an
-    exchange both partners compute. float16 and bfloat16 travel and are reduced as float32, and are
-    rounded once, at the end.
+    Sums, means, maxima and minima of finite numbers are equal to the last bit in every run, and on
+    all ranks that have equally many threads: in an exchange both partners compute. (The last bits
+    of a product of complex numbers hang on the strides, and NaN has many forms.) float16 and
+    bfloat16 travel and are reduced as float32, and are rounded once, at the end.
+
+    A rank that leaves out one of several *equal* calls is not seen at once: its next call meets the
+    others' earlier one, the results are mixed, and only at the end one rank waits for a call that
+    never comes. A ``label`` tells such calls apart. In threads, which may begin in another order on
+    each rank, each thread should have a group of its own.
 
     Args:
         tensor: of the same shape and dtype on every rank, contiguous or not.
@@ -73,29 +84,39 @@ def allreduce(
         check: whether the ranks first compare what they are about to do. Over gloo this costs one
             exchange of 32 bytes. Without it a mistake may hang, abort or go unseen.
         timeout: seconds to wait for the others, in each step.
+        label: what is reduced, such as "step 3": compared by the check.
 
     Raises:
         MismatchError: on every rank, when what they are about to do differs.
-        PeerError: a rank did not call or did not answer in time, or is gone.
+        PeerError: a rank did not call or did not answer in time, gave up or is gone. It gives up,
+            and the group is of no more use, when it fails after the check.
+        BusyError: another thread of this rank has a call under way in this group, which is then of
+            no more use.
         ValueError: ``op`` is unknown or not defined for the dtype; ``tensor`` requires gradients
-            outside ``no_grad``, or holds one place of memory twice; ``schedule`` sends and writes
-            the same chunk in one step, not by an exchange; or there is no process group.
+            outside ``no_grad``, is sparse or on the device meta, or holds one place of memory
+            twice; ``schedule`` sends and writes the same chunk in one step, not by an exchange; or
+            there is no process group.
         TypeError: ``tensor`` is no tensor, or ``schedule`` no function.
     """
     member, timeout = member_of(group, timeout)
     transport = member.transport
     k = len(transport.ranks)
-    plan = f"allreduce, {op} of {describe_tensor(tensor)}, {describe_schedule(schedule, k)}"
-    _begin(plan, tensor, op, member, check, timeout)
-    flat = _message_of(tensor, transport)
-    if schedule is None:
-        schedule = choose(flat.nbytes, k)
-    if not callable(schedule):
-        raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
-    steps, n = _own_moves(schedule, k, transport.member, op)
-    _run(steps, flat, _even_bounds(flat.numel(), n), transport, timeout)
-    divide([flat], op, k)
-    put_back([tensor], [flat])
+    what = f"{op} of {_described(tensor, transport)}, {describe_schedule(schedule, k)}"
+    plan = _plan("allreduce", label, what)
+    with transport.call(plan):
+        _begin(plan, tensor, op, member, check, timeout)
+        if schedule is None:
+            itemsize = 4 if is_low_precision(tensor.dtype) else tensor.element_size()
+            schedule = choose(itemsize * tensor.numel(), k)
+        if not callable(schedule):
+            kind = type(schedule).__name__
+            raise TypeError(f"schedule must be a function such as ring, not {kind}")
+        steps, n = _own_moves(schedule, k, transport.member, op)
+        with transport.guard():
+            flat = _message_of(tensor, transport)
+            _run(steps, flat, _even_bounds(flat.numel(), n), transport, timeout)
+            divide([flat], op, k)
+            put_back([tensor], [flat])
 
 
 def reduce_scatter(
@@ -104,6 +125,8 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     check: bool = True,
     timeout: float | None = None,
+    *,
+    label: str = "",
 ) -> torch.Tensor:
     """Reduce in place, and leave each rank its part: return shard r of ``tensor`` on rank r.
 
@@ -112,16 +135,18 @@ def reduce_scatter(
     counts as one row. Arguments and errors are those of ``allreduce``.
     """
     member, timeout = member_of(group, timeout)
-    plan = f"reduce_scatter, {op} of {describe_tensor(tensor)}"
-    _begin(plan, tensor, op, member, check, timeout)
     transport = member.transport
     k, me = len(transport.ranks), transport.member
-    flat = _message_of(tensor, transport)
-    bounds = bounds_of(torch.atleast_1d(tensor.detach()).tensor_split(k))
-    steps, _ = _own_moves(ring, k, me, op)
-    _run(steps[: k - 1], flat, bounds, transport, timeout)
-    divide([part_of(flat, me, bounds)], op, k)
-    put_back([tensor], [flat])
+    plan = _plan("reduce_scatter", label, f"{op} of {_described(tensor, transport)}")
+    with transport.call(plan):
+        _begin(plan, tensor, op, member, check, timeout)
+        steps, _ = _own_moves(ring, k, me, op)
+        with transport.guard():
+            flat = _message_of(tensor, transport)
+            bounds = bounds_of(torch.atleast_1d(tensor.detach()).tensor_split(k))
+            _run(steps[: k - 1], flat, bounds, transport, timeout)
+            divide([part_of(flat, me, bounds)], op, k)
+            put_back([tensor], [flat])
     return torch.atleast_1d(tensor.detach()).tensor_split(k)[me]
 
 
@@ -129,6 +154,8 @@ def all_gather(
     shard: torch.Tensor,
     group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
+    *,
+    label: str = "",
 ) -> torch.Tensor:
     """Return all ranks' shards joined along dimension 0: a new tensor.
 
@@ -137,17 +164,19 @@ def all_gather(
     row. Arguments and errors are those of ``allreduce``.
     """
     member, timeout = member_of(group, timeout)
-    plan = f"all_gather of rows of {describe_tensor(shard, first=1)}"
-    rows = _begin(plan, shard, "sum", member, True, timeout)
     transport = member.transport
     k, me = len(transport.ranks), transport.member
-    shard = torch.atleast_1d(shard.detach())
-    bounds = [0, *accumulate(n * shard.shape[1:].numel() for n in rows)]
-    flat = shard.new_empty(bounds[-1], device=transport.device)
-    part_of(flat, me, bounds).copy_(shard.reshape(-1))
-    steps, _ = _own_moves(ring, k, me, "sum")
-    _run(steps[k - 1 :], flat, bounds, transport, timeout)
-    return flat.reshape(sum(rows), *shard.shape[1:]).to(shard.device)
+    plan = _plan("all_gather", label, f"rows of {_described(shard, transport, first=1)}")
+    with transport.call(plan):
+        rows = _begin(plan, shard, "sum", member, True, timeout)
+        steps, _ = _own_moves(ring, k, me, "sum")
+        with transport.guard():
+            shard = torch.atleast_1d(shard.detach())
+            bounds = [0, *accumulate(n * shard.shape[1:].numel() for n in rows)]
+            flat = shard.new_empty(bounds[-1], device=transport.home(shard))
+            part_of(flat, me, bounds).copy_(shard.reshape(-1))
+            _run(steps[k - 1 :], flat, bounds, transport, timeout)
+            return flat.reshape(sum(rows), *shard.shape[1:]).to(shard.device)
 
 
 def broadcast(
@@ -156,6 +185,8 @@ def broadcast(
     group: dist.ProcessGroup | None = None,
     check: bool = True,
     timeout: float | None = None,
+    *,
+    label: str = "",
 ) -> None:
     """Copy the tensor of rank ``src`` in place into that of every other, down a binomial tree.
 
@@ -163,24 +194,31 @@ def broadcast(
     ``allreduce``.
     """
     member, timeout = member_of(group, timeout)
-    plan = f"broadcast from rank {src} of {describe_tensor(tensor)}"
-    _begin(plan, tensor, "sum", member, check, timeout)
     transport = member.transport
-    if src not in transport.ranks:
-        raise ValueError(f"src is {src!r}, but the group has the ranks {list(transport.ranks)}")
     k = len(transport.ranks)
-    flat = _message_of(tensor, transport, widen=False)
-    root = transport.ranks.index(src)
-    steps, _ = _own_moves(tree_broadcast, k, transport.member, "sum", root)
-    _run(steps, flat, [], transport, timeout)
-    put_back([tensor], [flat])
+    plan = _plan("broadcast", label, f"from rank {src} of {_described(tensor, transport)}")
+    with transport.call(plan):
+        _begin(plan, tensor, "sum", member, check, timeout)
+        if src not in transport.ranks:
+            members = list(transport.ranks)
+            raise ValueError(f"src is {src!r}, but the group has the ranks {members}")
+        root = transport.ranks.index(src)
+        steps, _ = _own_moves(tree_broadcast, k, transport.member, "sum", root)
+        with transport.guard():
+            flat = _message_of(tensor, transport, widen=False)
+            _run(steps, flat, [], transport, timeout)
+            put_back([tensor], [flat])
 
 
-def barrier(group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
+def barrier(
+    group: dist.ProcessGroup | None = None, timeout: float | None = None, *, label: str = ""
+) -> None:
     """Return when all ranks of the group have called. Errors are those of ``allreduce``."""
     member, timeout = member_of(group, timeout)
-    member.calls += 1
-    agree(member.transport, member.calls, "barrier", 0, timeout)
+    plan = _plan("barrier", label, "nothing to send")
+    with member.transport.call(plan):
+        member.calls += 1
+        agree(member.transport, member.calls, plan, 0, timeout)
 
 
 def choose(nbytes: int, k: int) -> Schedule:
@@ -243,7 +281,20 @@ def _run(steps: list[_Step], flat: torch.Tensor, bounds: list, transport, timeou
 def _message_of(tensor: torch.Tensor, transport: Transport, widen: bool = True) -> torch.Tensor:
     """Return the elements as they are sent: side by side, where the transport can read them."""
     flat = flatten(tensor, widen).resolve_conj().resolve_neg()
-    return flat.contiguous().to(transport.device)
+    return flat.contiguous().to(transport.home(tensor))
+
+
+def _plan(name: str, label: str, what: str) -> str:
+    """Say in one line what this rank is about to do: on all ranks the same."""
+    return f"{name} {label!r}, {what}" if label else f"{name}, {what}"
+
+
+def _described(tensor, transport: Transport, first: int = 0) -> str:
+    """Describe the tensor and, if that depends on it, by which of the group's backends it goes."""
+    words = describe_tensor(tensor, first)
+    if isinstance(transport, NcclMessages) and isinstance(tensor, torch.Tensor):
+        words += f" over {transport.home(tensor).type}"
+    return words
 
 
 def _begin(plan, tensor, op, member: Member, check: bool, timeout: float) -> list[int]:

@@ -6,13 +6,15 @@ a short note and returns theirs. ``Messages`` works in every process group, on a
 machines; ``lanes`` has another one, for ranks that share a memory. Notebook 05 measures both.
 """
 
+import threading
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,16 +23,23 @@ from .devices import record_message
 
 PIECE_BYTES = 2**21  # over messages a chunk travels in pieces, and one is reduced as others come
 ALIGNMENT = 64  # bytes: a message may begin at any multiple of it, whatever its dtype
+BOTH = ("send", "receive")  # directions of a collective
+NUM_TAGS = 3
+DATA, NOTES, END = range(NUM_TAGS)  # tags: what is sent under one is never received under another
 
 take = torch.Tensor.copy_  # what a receiver does with a message that it does not reduce
 
 
 class PeerError(RuntimeError):
-    """A rank did not do its part in time, or is gone. ``ranks`` are those that were missing."""
+    """A rank did not do its part in time, gave up or is gone. ``ranks`` are those that it names."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()):
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+class BusyError(RuntimeError):
+    """Two threads of a rank called one group at the same time. It is of no more use."""
 
 
 class Send(NamedTuple):
@@ -49,19 +58,57 @@ class Receive(NamedTuple):
 
 
 class Transport:
-    """What both transports share: who the members are, and how long a wait may last.
+    """What all transports share: who the members are, and what ends the use of a group.
 
     Members of a group are numbered from 0; ``ranks[member]`` is a member's rank in the world, by
-    which errors name it. After a failed wait nobody knows which messages are still under way, so
-    ``broken`` then holds what happened, and every later call says so.
+    which errors name it. A collective is a ``call`` that agrees first and then makes its moves.
+    What it tells and exchanges it does inside a ``guard``: where that fails, nobody knows which
+    messages are still under way. ``broken`` then holds what happened, and every later call says so.
     """
 
-    device = torch.device("cpu")  # where messages must lie
+    device = torch.device("cpu")  # where notes must lie
 
     def __init__(self, member: int, ranks: Sequence[int]):
         self.member, self.ranks = member, tuple(ranks)
         self.others = [i for i in range(len(ranks)) if i != member]
         self.broken = ""
+        self.under_way: dict[str, _Call] = {}  # direction -> call
+        self.refusal = ""  # what a thread was told that called while another one's was under way
+
+    def home(self, tensor: torch.Tensor) -> torch.device:
+        """Return where a message of the elements of ``tensor`` must lie."""
+        return self.device
+
+    def call(self, words: str, *directions: str) -> "_Call":
+        """Make one call (``with``), described by ``words``, while no other thread makes one.
+
+        Two at once would take each other's messages. To let the second one wait would not help: on
+        another rank it may be the first. So the second one is refused, and the first one fails too,
+        as it may have met a rank's second. A thread may send while another one receives:
+        ``directions`` are then one of "send" and "receive", else both.
+
+        Raises:
+            BusyError: naming both threads and what they call.
+        """
+        return _Call(self, words, directions or BOTH)
+
+    def guard(self) -> "_Guard":
+        """Do (``with``) what others rely on: after an error in it this rank gives the group up."""
+        return _Guard(self)
+
+    def check_use(self) -> None:
+        """Raise PeerError if this rank has given the group up."""
+        if self.broken:
+            raise PeerError(f"the group is of no more use since an earlier call: {self.broken}")
+
+    def look(self) -> None:
+        """Raise PeerError where it can be seen that another rank has given up."""
+
+    def give_up(self, error: BaseException) -> None:
+        """Refuse all later calls, and let the others know: they would wait for what never comes."""
+        if not self.broken:
+            self.broken = f"{type(error).__name__}: {error}"
+            self._announce(error)
 
     def tell(self, note: bytes, timeout: float) -> list[bytes]:
         """Give ``note`` to all other members; return everyone's, in order: all of one length.
@@ -71,7 +118,7 @@ class Transport:
         Raises:
             PeerError: naming all who did not call within ``timeout`` seconds, or are gone.
         """
-        return self._guarded(self._tell, note, time.monotonic() + timeout)
+        return self._tell(note, time.monotonic() + timeout)
 
     def exchange(self, sends: list[Send], receives: list[Receive], timeout: float) -> None:
         """Make the moves of one step; return when the parts are written and the messages sent.
@@ -84,34 +131,74 @@ class Transport:
         """
         for dst, message in sends:
             record_message(message, self.ranks[self.member], self.ranks[dst])
-        self._guarded(self._exchange, sends, receives, time.monotonic() + timeout)
+        self._exchange(sends, receives, time.monotonic() + timeout)
 
-    def _guarded(self, action: Callable, *args):
-        """Do ``action``, unless an earlier one has failed; remember when this one does."""
-        if self.broken:
-            raise PeerError(f"the group is of no more use since an earlier call: {self.broken}")
-        try:
-            return action(*args)
-        except BaseException as error:
-            self.broken = f"{type(error).__name__}: {error}"
-            raise
+
+class _Guard:
+    """See ``Transport.guard``."""
+
+    def __init__(self, transport: Transport):
+        self.transport = transport
+
+    def __enter__(self) -> None:
+        self.transport.check_use()
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        if error is not None:
+            self.transport.give_up(error)
+
+
+class _Call:
+    """See ``Transport.call``."""
+
+    def __init__(self, transport: Transport, words: str, directions: Sequence[str]):
+        self.transport, self.words, self.directions = transport, words, directions
+        self.thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        self.transport.check_use()
+        under_way = self.transport.under_way
+        for n, direction in enumerate(self.directions):
+            first = under_way.setdefault(direction, self)  # looks and enters in one
+            if first is not self:
+                for entered in self.directions[:n]:
+                    del under_way[entered]
+                self._refuse(first)
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        transport = self.transport
+        for direction in self.directions:
+            del transport.under_way[direction]
+        if transport.refusal:
+            raise BusyError(transport.refusal)
+        if error is None and self.directions is BOTH:
+            transport.look()
+
+    def _refuse(self, first: "_Call") -> NoReturn:
+        names = {thread.ident: repr(thread.name) for thread in threading.enumerate()}
+        self.transport.refusal = (
+            f"thread {names[self.thread]} called {self.words} while {first.words} of thread "
+            f"{names.get(first.thread)} was under way: give each thread a group of its own"
+        )
+        error = BusyError(self.transport.refusal)
+        self.transport.give_up(error)
+        raise error
+
+
+Work = tuple[list[int], dist.Work]  # what is under way, and the ranks that it is about
 
 
 class Messages(Transport):
-    """torch.distributed's point-to-point messages, in any process group.
+    """torch.distributed's point-to-point messages, in the CPU's memory: over gloo, as a rule.
 
-    With gloo messages lie in the CPU's memory, and each one is started and waited for alone, so
-    that a failure names its rank. With NCCL they lie on the GPU, and an exchange is one group
-    (``batch_isend_irecv``). That part has not been run: it takes several GPUs.
+    Each one is started and waited for alone, so that a failure names its rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, line: int = 0):
         super().__init__(dist.get_rank(group), dist.get_process_group_ranks(group))
         self._group = weakref.ref(group)  # what is kept for a group must not keep it
-        self.line = line  # the tag: messages of different lines do not meet
-        if dist.get_backend(group) == dist.Backend.NCCL:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self.staging = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.line = line  # messages of different lines do not meet
+        self.staging = torch.empty(0, dtype=torch.uint8)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -121,39 +208,26 @@ class Messages(Transport):
     def _tell(self, note: bytes, deadline: float) -> list[bytes]:
         mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(self.device)
         theirs = mine.repeat(len(self.ranks), 1)
-        operations = [self._operation(dist.isend, mine, i) for i in self.others]
-        operations += [self._operation(dist.irecv, theirs[i], i) for i in self.others]
-        self._wait(self._post(operations), deadline)
+        moves = [(dist.isend, mine, i) for i in self.others]
+        moves += [(dist.irecv, theirs[i], i) for i in self.others]
+        self._wait(self._post(moves, NOTES), deadline)
         return [row.numpy().tobytes() for row in theirs.cpu()]
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
-        # In pieces, so that one can be reduced while the next is on its way.
-        outgoing = [
-            self._operation(dist.isend, piece, dst)
-            for dst, message in sends
-            for piece in pieces_of(message, PIECE_BYTES)
-        ]
-        arrivals = [
-            (self._operation(dist.irecv, piece, src), place, into)
-            for (src, part, into), landing in zip(receives, self._landings(receives), strict=True)
-            for piece, place in zip(
-                pieces_of(landing, PIECE_BYTES), pieces_of(part, PIECE_BYTES), strict=True
-            )
-        ]
-        works = self._post(outgoing + [operation for operation, *_ in arrivals])
-        sent, received = works[: len(outgoing)], works[len(outgoing) :]
-        if self.device.type == "cuda":  # one piece of work for all
+        leaving = defaultdict(list)  # by address: a place is sent before it is reduced into
+        for dst, message in sends:
+            for piece in pieces_of(message, PIECE_BYTES):
+                leaving[piece.data_ptr()] += self._post([(dist.isend, piece, dst)])
+        arriving = []  # in pieces, so that one is reduced while the next is on its way
+        for (src, part, into), landing in zip(receives, self._landings(receives), strict=True):
+            places, pieces = pieces_of(part, PIECE_BYTES), pieces_of(landing, PIECE_BYTES)
+            for place, piece in zip(places, pieces, strict=True):
+                arriving.append((self._post([(dist.irecv, piece, src)]), piece, place, into))
+        for works, piece, place, into in arriving:
             self._wait(works, deadline)
-            sent, received = [], [None] * len(arrivals)
-        leaving = defaultdict(list)  # what has to be sent from a place before it may be written
-        for operation, work in zip(outgoing, sent, strict=False):  # none over NCCL
-            leaving[operation.tensor.data_ptr()].append(work)
-        for work, (operation, place, into) in zip(received, arrivals, strict=True):
-            if work:
-                self._wait([work], deadline)
             if into is not take:
                 self._wait(leaving.pop(place.data_ptr(), []), deadline)
-                into(place, operation.tensor)
+                into(place, piece)
         self._wait(list(chain(*leaving.values())), deadline)
 
     def _landings(self, receives: list[Receive]) -> list[torch.Tensor]:
@@ -163,8 +237,8 @@ class Messages(Transport):
         """
         reduced = [part for _, part, into in receives if into is not take]
         nbytes = sum(_aligned(part.nbytes) for part in reduced)
-        if nbytes > self.staging.nbytes:
-            self.staging = self.staging.new_empty(nbytes)
+        if reduced and (nbytes > self.staging.nbytes or self.staging.device != reduced[0].device):
+            self.staging = torch.empty(nbytes, dtype=torch.uint8, device=reduced[0].device)
         landings, offset = [], 0
         for _, part, into in receives:
             if into is take:
@@ -174,26 +248,19 @@ class Messages(Transport):
                 offset += _aligned(part.nbytes)
         return landings
 
-    def _operation(self, kind: Callable, tensor: torch.Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, self.ranks[peer], self.group, self.line)
-
-    def _post(self, operations: list[dist.P2POp]) -> list[tuple[list[int], dist.Work]]:
-        """Start all; return what is under way, each with the ranks that it is about."""
-        if not operations:
-            return []
-        if self.device.type == "cuda":
-            peers = [operation.peer for operation in operations]
-            return [(peers, work) for work in dist.batch_isend_irecv(operations)]
+    def _post(self, moves: list[tuple[Callable, torch.Tensor, int]], tag: int = DATA) -> list[Work]:
+        """Start to send (``dist.isend``) or receive each tensor, to or from a member."""
+        tag += NUM_TAGS * self.line
         works = []
-        for kind, tensor, peer in [(o.op, o.tensor, o.peer) for o in operations]:
+        for kind, tensor, peer in moves:
             try:
-                works.append(([peer], kind(tensor, peer, self.group, self.line)))
+                works.append(([self.ranks[peer]], kind(tensor, self.ranks[peer], self.group, tag)))
             except RuntimeError as error:
-                raise _gone([peer], error) from None
+                raise _gone([self.ranks[peer]], error) from None
         return works
 
-    def _wait(self, works: list[tuple[list[int], dist.Work]], deadline: float) -> None:
-        """Wait for all ``works``; then name every rank of which one has failed."""
+    def _wait(self, works: list[Work], deadline: float) -> None:
+        """Wait for all ``works``. Name the first rank that is gone, or all that are late."""
         missing, reason = [], None
         for peers, work in works:
             left = min(max(deadline - time.monotonic(), 0.01), 1e6)  # a timedelta must end
@@ -202,8 +269,16 @@ class Messages(Transport):
             except RuntimeError as error:
                 missing += peers
                 reason = reason or error
+                if time.monotonic() < deadline:
+                    break
         if missing:
             raise _gone(missing, reason)
+
+    def _announce(self, error: BaseException) -> None:
+        """Close the connections to all, as gloo does once it has waited in vain for one."""
+        for i in self.others:
+            with suppress(RuntimeError):  # it is closed already, or not gloo's
+                self._wait(self._post([(dist.irecv, torch.empty(1), i)], END), deadline=0)
 
 
 def group_like(group: dist.ProcessGroup | None, backend: str | None = None) -> dist.ProcessGroup:
@@ -221,7 +296,9 @@ def group_like(group: dist.ProcessGroup | None, backend: str | None = None) -> d
 
 def _gone(ranks: list[int], reason: Exception) -> PeerError:
     names, line = sorted(set(ranks)), str(reason).splitlines()[0]
-    return PeerError(f"{name_ranks(names)} did not answer in time, or is gone: {line}", names)
+    verb = "is" if len(names) == 1 else "are"
+    what = f"did not answer in time, {verb} gone or gave up, or waits itself for another rank"
+    return PeerError(f"{name_ranks(names)} {what}: {line}", names)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -4,20 +4,23 @@ import torch
 from d2lpar.agreement import agree, describe_schedule, describe_tensor
 from d2lpar.ranks import MismatchError
 from d2lpar.schedules import ring, star
+from d2lpar.transport import PeerError, Transport
 
 
-class Told:
+class Told(Transport):
     """A transport whose other member says what it is given."""
 
-    ranks = (4, 7)
-
     def __init__(self, *answers):
+        super().__init__(0, (4, 7))
         self.answers = list(answers)
         self.lengths = []
 
     def tell(self, note, timeout):
         self.lengths.append(len(note))
         return [note, self.answers.pop(0)(note)]
+
+    def _announce(self, error):
+        self.announced = error
 
 
 def test_equal_plans_are_told_in_one_short_note_and_rows_come_back():
@@ -26,7 +29,7 @@ def test_equal_plans_are_told_in_one_short_note_and_rows_come_back():
     assert len(transport.lengths) == 1 and transport.lengths[0] <= 64
 
 
-@pytest.mark.parametrize("place", [0, 16, 31])
+@pytest.mark.parametrize("place", [4, 16, 31])
 def test_another_call_or_digest_is_a_mismatch_with_both_plans(place):
     def other(note):
         return note[:place] + bytes([note[place] ^ 1]) + note[place + 1 :]
@@ -34,6 +37,18 @@ def test_another_call_or_digest_is_a_mismatch_with_both_plans(place):
     transport = Told(other, lambda text: b"another plan".ljust(len(text), b"\0"))
     with pytest.raises(MismatchError, match=r"rank 4, call 3: plan\nrank 7, call \d: another plan"):
         agree(transport, 3, "plan", 5, 1.0)
+    assert not transport.broken  # nothing was sent
+
+
+def test_what_is_no_note_is_not_taken_for_one():
+    transport = Told(lambda note: torch.arange(8.0).numpy().tobytes())
+    with pytest.raises(PeerError, match=r"rank 7 did not compare plans.* This rank's call: plan"):
+        agree(transport, 3, "plan", 5, 1.0)
+    assert transport.broken and transport.announced.ranks == (7,)
+
+
+def test_call_numbers_may_pass_the_size_of_their_field():
+    assert agree(Told(lambda note: note), 2**32 + 5, "plan", 5, 1.0) == [5, 5]
 
 
 def test_rows_may_differ():
@@ -47,6 +62,9 @@ def test_tensors_are_described_by_all_that_must_agree():
     assert describe_tensor(wanted.detach(), first=1) == "float32 [3]"
     assert describe_tensor(torch.ones(3, dtype=torch.int8).expand(2, 3)) == "int8 [2, 3] expanded"
     assert describe_tensor([1.0]) == "list"
+    assert describe_tensor(torch.ones(2, device="meta")) == "float32 [2] on meta"
+    sparse = torch.eye(2).to_sparse()
+    assert describe_tensor(sparse) == "float32 [2, 2] with layout torch.sparse_coo"
 
 
 def test_schedules_are_described_by_their_moves():

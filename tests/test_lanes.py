@@ -1,12 +1,12 @@
 """Lanes in shared memory: any length, any number, no circle of waiting, and nothing left behind."""
 
 import contextlib
+import errno
 import multiprocessing
 import os
-import shutil
+import stat
 import sys
 import time
-from collections import namedtuple
 from itertools import pairwise
 
 import cloudpickle
@@ -177,7 +177,8 @@ def test_a_failed_call_marks_the_transport_as_broken():
         said = []
         for _ in range(2):
             try:
-                transport.exchange([], [Receive(1, torch.ones(2), take)], 0.2)
+                with transport.guard():
+                    transport.exchange([], [Receive(1, torch.ones(2), take)], 0.2)
             except PeerError as error:
                 said.append((str(error), error.ranks))
         return said
@@ -185,6 +186,26 @@ def test_a_failed_call_marks_the_transport_as_broken():
     first, again = launch(check, 2)[0]
     assert first == ("rank 1 did not do its part in time", (1,))
     assert "of no more use since an earlier call: PeerError: rank 1 did not" in again[0]
+
+
+@pytest.mark.parametrize("times", [(0.5, 30, 30), (30, 30, 0.5)], ids=["first", "last"])
+def test_all_give_up_as_soon_as_one_has_and_name_whom_it_missed(times):
+    def check(rank, k):
+        transport = transport_of()
+        if rank == 3:
+            time.sleep(1)  # whose own part is missed, and who then waits for one that has given up
+        source, part = (rank - 1) % k, torch.zeros(1)
+        try:
+            with transport.guard():
+                transport.exchange([], [Receive(source, part, take)], [*times, 30][rank])
+        except PeerError as error:
+            return str(error), error.ranks
+
+    *waiting, late = launch(check, 4, timeout=20)
+    assert waiting.pop(times.index(0.5)) == ("rank 3 did not do its part in time", (3,))
+    for text, named in waiting:
+        assert named == (3,) and "rank 3 did not do its part, says rank " in text
+    assert late == ("rank 2 gave up: its own error says why", (2,))
 
 
 # Channels.
@@ -249,7 +270,7 @@ def test_slots_are_apart_and_small_in_all(k):
     ]
     spans.sort()
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-    assert spans[-1][1] <= memory.table
+    assert spans[-1][1] == memory.table == len(spans) * memory.slot_bytes  # and no gaps
     assert memory.slot_bytes % 64 == 0 and len(spans) * memory.slot_bytes <= LANE_BYTES
 
 
@@ -265,8 +286,10 @@ def test_one_rank_needs_no_memory():
 
 
 def test_without_room_the_ranks_send_messages(monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**26, 2**25, 2**25))
+    def full(fd, offset, nbytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     assert SharedMemory.create(2, multiprocessing.get_context("spawn")) is None
 
     def check(rank, k):
@@ -275,6 +298,27 @@ def test_without_room_the_ranks_send_messages(monkeypatch):
         return type(transport_of()), torch.equal(tensor, torch.arange(300_000.0) * 6)
 
     assert launch(check, 3) == [(Messages, True)] * 3
+
+
+@pytest.mark.parametrize("has_fallocate", [True, False])
+def test_the_memory_is_reserved_and_nobody_else_may_read_it(has_fallocate, monkeypatch):
+    if not has_fallocate:
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    before = os.umask(0)
+    try:
+        memory = SharedMemory.create(3, multiprocessing.get_context("spawn"))
+        status = os.stat(memory.path)
+    finally:
+        os.umask(before)
+    memory.remove()
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_size == memory.nbytes <= 512 * status.st_blocks
+
+
+@pytest.mark.parametrize("k", [2, 3, 4, 8])
+def test_two_launches_fit_into_a_container(k):
+    semaphores = 2 * CHANNELS * k * (k - 1)  # a page each
+    assert 2 * (SharedMemory("nowhere", k, {}).nbytes + 4096 * semaphores) < 60e6
 
 
 def test_without_room_for_a_semaphore_the_ranks_send_messages(monkeypatch):
@@ -313,6 +357,7 @@ def test_all_ranks_have_one_file_in_memory_whose_name_is_gone(files):
 
     found = launch(check, 2)
     assert [path for path, *_ in found] == files * 2
-    assert all(not there and LANE_BYTES <= size < 3 * LANE_BYTES for _, there, size in found)
+    size = SharedMemory("nowhere", 2, {}).nbytes
+    assert [found[1:] for found in found] == [(False, size)] * 2
     if os.access("/dev/shm", os.W_OK):
         assert os.path.dirname(files[0]) == "/dev/shm"

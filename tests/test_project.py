@@ -32,6 +32,7 @@ ORDER = (
     "checks",
     "collectives",
     "transport",
+    "nccl",
     "lanes",
     "agreement",
     "members",

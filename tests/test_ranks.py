@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -479,6 +480,33 @@ def test_a_rank_that_skips_a_call(way):
 
 
 @both
+def test_a_label_shows_at_once_which_of_several_equal_calls_was_skipped(way):
+    def check(rank, k, way):
+        group, shard = group_for(way), torch.ones(3)
+        calls = {
+            "allreduce": lambda **c: ranks.allreduce(shard, **c),
+            "reduce_scatter": lambda **c: ranks.reduce_scatter(shard, **c),
+            "all_gather": lambda **c: ranks.all_gather(shard, **c),
+            "broadcast": lambda **c: ranks.broadcast(shard, **c),
+            "barrier": lambda **c: ranks.barrier(**c),
+        }
+        texts = {}
+        for name, call in calls.items():
+            call(group=group, label="step 0")
+            kind, text, *_ = attempt(call, group=group, label=f"step {1 + (rank == 1)}")
+            texts[name] = f"{kind}: {text}"
+            call(group=group, label="step 3")
+        return texts
+
+    for texts in launch(check, 3, way):
+        for name, text in texts.items():
+            assert text.startswith("MismatchError: ")
+            first, second, third = [line.partition(": ")[2] for line in text.splitlines()[1:]]
+            assert first == third and first.startswith(f"{name} 'step 1', ")
+            assert second.startswith(f"{name} 'step 2', ")
+
+
+@both
 def test_calls_are_numbered_so_that_one_that_went_unchecked_is_missed(way):
     def check(rank, k, way):
         group = group_for(way)
@@ -704,6 +732,165 @@ def test_all_missing_are_named_although_a_lane_is_full():
 
     first, second, *_ = launch(check, 4)
     assert first[2] == second[2] == (2, 3)
+
+
+def fails_once(name):
+    """Let a function of ranks fail at its next call only: that stands for a full memory."""
+    function = getattr(ranks, name)
+
+    def fail(*args, **kwargs):
+        setattr(ranks, name, function)
+        raise MemoryError("no room for a copy")
+
+    setattr(ranks, name, fail)
+
+
+@both
+@pytest.mark.parametrize("place", ["_message_of", "_run", "divide", "put_back"])
+@pytest.mark.parametrize("schedule", [star, ring])
+def test_a_rank_that_fails_after_the_agreement_is_named_and_nobody_takes_its_note_for_data(
+    schedule, place, way
+):
+    def check(rank, k, schedule, place, way):
+        group, outcomes = group_for(way), []
+        for step in range(3):
+            if rank == 0 and step == 1:
+                fails_once(place)
+            tensor = torch.full((8,), rank + 1.0)
+            outcome = attempt(ranks.allreduce, tensor, schedule, group=group, timeout=60)
+            outcomes.append((*outcome[:3], tensor.unique().tolist()))
+        return outcomes
+
+    failed, *others = launch(check, 3, schedule, place, way, timeout=30)
+    assert failed[1][:2] == ("MemoryError", "no room for a copy")
+    assert "of no more use since an earlier call: MemoryError: no room" in failed[2][1]
+    for outcomes in (failed, *others):
+        assert outcomes[0] == ("ok", None, (), [6.0])
+    for outcomes in others:
+        for kind, _, named, numbers in outcomes[1:]:
+            if kind == "ok":  # rank 0 had sent all its messages before it failed
+                assert numbers == [6.0] and place in ("divide", "put_back")
+            elif named:
+                assert (kind == "PeerError" and 0 in named) or way == "messages"
+        assert outcomes[2][0] == "PeerError"
+
+
+@both
+@pytest.mark.parametrize("odd", ["meta", "sparse", "CSR"])
+def test_tensors_without_numbers_side_by_side_are_refused_alike(odd, way):
+    def check(rank, k, odd, way):
+        group, usual = group_for(way), torch.ones(3, 3)
+        convert = {
+            "meta": lambda: usual.to("meta"),
+            "sparse": usual.to_sparse,
+            "CSR": usual.to_sparse_csr,
+        }[odd]
+        unusual = convert()
+        calls = (ranks.allreduce, ranks.reduce_scatter, ranks.all_gather, ranks.broadcast)
+        complaints = []
+        for call in calls:
+            one = attempt(call, unusual if rank else usual, group=group)
+            if one[0] != "MismatchError" or f"{odd.lower()[:4]}" not in one[1].lower():
+                complaints.append(one)
+            every = attempt(call, unusual, group=group)
+            words = "is on the device meta" if odd == "meta" else "pass its .to_dense()"
+            if every[0] != "ValueError" or words not in every[1]:
+                complaints.append(every)
+        ranks.allreduce(usual, group=group)
+        return complaints, usual.unique().tolist()
+
+    assert launch(check, 2, odd, way) == [([], [2.0])] * 2
+
+
+@both
+def test_ranks_in_a_circle_name_the_one_that_has_stopped_and_nobody_itself(way):
+    def check(rank, k, way):
+        group = group_for(way)
+        pids = ranks.all_gather(torch.tensor(os.getpid()), group).tolist()
+        if rank == 0:  # in its sleep: it waits for rank 3
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGSTOP]).start()
+        time.sleep(0.6 * (rank == 3))
+        numbers = torch.ones(8)
+        outcome = attempt(ranks.allreduce, numbers, ring, group=group, check=False, timeout=1)
+        if rank == 1:
+            time.sleep(1)  # so that the others have given up too
+            os.kill(pids[0], signal.SIGCONT)
+        return outcome
+
+    for rank, (kind, text, named, _) in enumerate(launch(check, 4, way)):
+        assert kind == "PeerError" and named and rank not in named
+        if way == "messages":
+            assert "or waits itself for another rank" in text
+        elif rank:
+            assert named == (0,)
+
+
+# Threads.
+
+
+@both
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_call_beside_that_of_another_thread_is_refused_and_all_ranks_learn_of_it(checked, way):
+    def check(rank, k, checked, way):
+        group = group_for(way)
+        ranks.barrier(group)
+        transport = ranks.member_of(group, None)[0].transport
+        beside = dist.new_group()
+        options = {"group": group, "check": checked, "timeout": 60}
+        if rank:
+            dist.recv(torch.empty(1), 0, beside)  # not before rank 0 has given up
+            return attempt(ranks.allreduce, torch.ones(3), **options)
+        outcomes = []
+
+        def first():
+            outcomes.append(attempt(ranks.allreduce, torch.ones(3), **options))
+
+        thread = threading.Thread(target=first, name="first")
+        thread.start()
+        while not transport.under_way:
+            time.sleep(0.01)
+        outcomes.append(attempt(ranks.allreduce, torch.zeros(3), **options))
+        for other in range(1, k):
+            dist.send(torch.empty(1), other, beside)
+        thread.join()
+        outcomes.append(attempt(ranks.allreduce, torch.ones(3), **options))
+        return outcomes
+
+    (first, second, third), *others = launch(check, 3, checked, way, timeout=30)
+    for kind, text, *_ in (first, second):
+        assert kind == "BusyError"
+        assert "thread 'MainThread' called allreduce, sum of float32 [3]" in text
+        assert "of thread 'first' was under way" in text
+    assert third[0] == "PeerError" and "since an earlier call: BusyError: thread" in third[1]
+    for kind, _, named, _ in others:
+        assert kind == "PeerError" and 0 in named
+
+
+@both
+def test_threads_may_call_one_after_the_other_and_each_in_a_group_of_its_own(way):
+    def check(rank, k, way):
+        groups, sums = [group_for(way), dist.new_group()], []
+
+        def work(group, number, turns):
+            for _ in range(turns):
+                tensor = torch.full((3,), number)
+                ranks.allreduce(tensor, group=group)
+                sums.append((number, tensor.unique().tolist()))
+
+        for number in (1.0, 2.0):
+            thread = threading.Thread(target=work, args=(groups[0], number, 3))
+            thread.start()
+            thread.join()
+        ranks.barrier(groups[1])
+        threads = [threading.Thread(target=work, args=(g, 3.0, 50)) for g in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sums
+
+    for sums in launch(check, 2, way):
+        assert sums == [(1.0, [2.0])] * 3 + [(2.0, [4.0])] * 3 + [(3.0, [6.0])] * 100
 
 
 # What is counted.

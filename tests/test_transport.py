@@ -1,6 +1,7 @@
 """Messages over torch.distributed: in order, as they were when they were sent, and loud if late."""
 
 import sys
+import threading
 import time
 
 import cloudpickle
@@ -11,10 +12,12 @@ import torch.distributed as dist
 from d2lpar.launcher import launch
 from d2lpar.transport import (
     PIECE_BYTES,
+    BusyError,
     Messages,
     PeerError,
     Receive,
     Send,
+    Transport,
     name_ranks,
     pieces_of,
     take,
@@ -149,10 +152,17 @@ def test_a_failed_call_marks_the_transport_as_broken(what):
             "receive": lambda: transport.exchange([], [Receive(1, torch.ones(3), take)], 0.3),
             "send": lambda: transport.exchange([Send(1, large)], [], 0.3),
         }
-        outcomes = [failure(calls[what])]
-        broken = transport.broken
-        outcomes += [failure(transport.tell, b"", 5), failure(transport.exchange, [], [], 5)]
-        return outcomes, broken
+
+        def guarded(call):
+            with transport.guard():
+                call()
+
+        def called():
+            with transport.call("another"):
+                pass
+
+        outcomes = [failure(guarded, calls[what])]
+        return [*outcomes, failure(guarded, list), failure(called)], transport.broken
 
     (first, *later), broken = launch(check, 2, what)[0]
     assert first[0] == "PeerError" and first[2] == (1,) and "rank 1" in first[1]
@@ -160,6 +170,98 @@ def test_a_failed_call_marks_the_transport_as_broken(what):
     for kind, text, _ in later:
         assert kind == "PeerError" and "of no more use since an earlier call" in text
         assert first[1] in text
+
+
+def test_a_note_is_not_taken_for_data():
+    def check(rank, k):
+        transport, part = Messages(dist.group.WORLD), torch.zeros(8)
+        if rank == 0:  # its call has failed here, and it goes on with the next one
+            return failure(transport.tell, b"note" * 8, 1.0)[0]
+        return failure(transport.exchange, [], [Receive(0, part, take)], 0.5)[0], part.sum().item()
+
+    assert launch(check, 2) == ["PeerError", ("PeerError", 0.0)]
+
+
+def test_a_rank_that_gives_up_is_named_at_once():
+    def check(rank, k):
+        group = dist.new_group()
+        transport = Messages(group)
+        transport.tell(b"all are there", 30)
+        if rank == 1:
+            try:
+                with transport.guard():
+                    raise MemoryError("no room")
+            except MemoryError:
+                return transport.broken
+        return failure(transport.tell, b"next", 60)
+
+    first, gone, last = launch(check, 3)
+    assert gone == "MemoryError: no room"
+    for kind, text, ranks in (first, last):
+        assert (kind, ranks) == ("PeerError", (1,))
+        assert "rank 1 did not answer in time, is gone or gave up, or waits itself" in text
+
+
+# One call at a time.
+
+
+class Occupied:
+    """A transport on which a thread called first has a call under way, until it may ``leave``."""
+
+    def __init__(self, *directions):
+        self.transport, self.outcome = Transport(0, [0, 1]), "ok"
+        self.transport._announce = lambda error: setattr(self, "announced", error)
+        self.is_in, self.may_leave = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self.stay, args=directions, name="first")
+        self.thread.start()
+        assert self.is_in.wait(30)
+
+    def stay(self, *directions):
+        try:
+            with self.transport.call("allreduce of A", *directions):
+                self.is_in.set()
+                assert self.may_leave.wait(30)
+        except BusyError as error:
+            self.outcome = str(error)
+
+    def leave(self):
+        self.may_leave.set()
+        self.thread.join(30)
+        return self.outcome
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((), ()), (("send",), ()), ((), ("receive",)), (("send",), ("send",))],
+    ids=str,
+)
+def test_a_second_thread_is_refused_and_the_first_one_learns_of_it(first, second):
+    there = Occupied(*first)
+    words = (
+        "'MainThread' called allreduce of B while allreduce of A of thread 'first' was under way"
+    )
+    with pytest.raises(BusyError, match=words), there.transport.call("allreduce of B", *second):
+        pytest.fail("it was let in")
+    assert isinstance(there.announced, BusyError)  # the other ranks learn of it, too
+    assert words in there.leave()
+    again = f"of no more use since an earlier call: BusyError: thread {words}"
+    with pytest.raises(PeerError, match=again), there.transport.call("allreduce of C"):
+        pytest.fail("it was let in")
+
+
+def test_one_thread_may_send_while_another_one_receives():
+    there = Occupied("send")
+    with there.transport.call("receive", "receive"):
+        pass
+    assert there.leave() == "ok"
+
+
+def test_one_thread_may_call_after_the_other():
+    there = Occupied()
+    assert there.leave() == "ok"
+    for _ in range(2):
+        with there.transport.call("allreduce of B"):
+            pass
 
 
 def test_peer_errors_are_runtime_errors():

@@ -1,0 +1,77 @@
+"""How messages travel between GPUs: NCCL's, where a process group has them.
+
+Not run on a GPU. Notebook 05 names NCCL. Source: ``torch.distributed.batch_isend_irecv``.
+"""
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from .transport import DATA, Messages, Receive, Send, Work, take
+
+
+class NcclMessages(Messages):
+    """NCCL's messages, for groups that have it: those of CUDA tensors stay on the GPU.
+
+    NCCL wants all that happens at once between the same ranks in one group of operations
+    (``batch_isend_irecv``), and has one piece of work for them. Notes and CPU tensors go by the
+    group's backend for the CPU, if it has one. Not run on a GPU: it takes several.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(group)
+        if "cpu" not in _backends(group):
+            self.device = _gpu_of(group)
+
+    def home(self, tensor: torch.Tensor) -> torch.device:
+        """Return the tensor's GPU; for a CPU tensor, where notes lie."""
+        return tensor.device if self._is_batched(tensor) else self.device
+
+    def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
+        if not any(map(self._is_batched, [move[1] for move in (*sends, *receives)])):
+            super()._exchange(sends, receives, deadline)
+            return
+        landings = self._landings(receives)
+        moves = [(dist.isend, message, dst) for dst, message in sends]
+        moves += [
+            (dist.irecv, landing, r.src) for r, landing in zip(receives, landings, strict=True)
+        ]
+        self._wait(self._post(moves), deadline)
+        for (_, part, into), landing in zip(receives, landings, strict=True):
+            if into is not take:
+                into(part, landing)
+
+    def _post(self, moves: list[tuple[Callable, torch.Tensor, int]], tag: int = DATA) -> list[Work]:
+        if not moves or not self._is_batched(moves[0][1]):
+            return super()._post(moves, tag)
+        peers = [self.ranks[peer] for *_, peer in moves]
+        operations = [
+            dist.P2POp(kind, tensor, self.ranks[peer], self.group) for kind, tensor, peer in moves
+        ]
+        return [(peers, work) for work in dist.batch_isend_irecv(operations)]
+
+    def _is_batched(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+
+def messages_for(group: dist.ProcessGroup) -> Messages:
+    """Return the messages of a group: NCCL's where it has that for GPUs, also without naming it."""
+    return (NcclMessages if _backends(group).get("cuda") == "nccl" else Messages)(group)
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return which backend sends the tensors of which kind of device."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+
+
+def _gpu_of(group: dist.ProcessGroup) -> torch.device:
+    """Return the GPU that a group was bound to, or else the one of this rank's local number.
+
+    Not the current one, which each thread has of its own.
+    """
+    if group.bound_device_id:
+        return group.bound_device_id
+    number = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    return torch.device("cuda", number % torch.cuda.device_count())
