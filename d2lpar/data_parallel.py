@@ -23,12 +23,14 @@ from .collectives import is_low_precision
 from .devices import move
 from .scattering import (
     check_devices,
+    chosen_devices,
     gather,
     gather_with,
     num_rows,
     parts_of,
     position,
     rebuild,
+    renamed,
     scatter,
     tensors_of,
 )
@@ -230,24 +232,45 @@ class DataParallelModel(nn.Module):
     """A module on several devices, whose outputs stay where they were computed.
 
     Called with a batch, it returns a list of outputs, one for each device that had rows: what
-    ``DataParallelCriterion`` takes. Gradients flow to ``module``, which is on ``devices[0]``. What
-    mixes the rows of a batch, such as BatchNorm in training, sees those of its device only.
+    ``DataParallelCriterion`` takes. Gradients flow to ``module``, which is on the first device.
+    What mixes the rows of a batch, such as BatchNorm in training, sees those of its device only.
 
     Args:
-        module: whose parameters and buffers are on ``devices[0]``.
-        devices: where the replicas go; a device that is named several times has several.
+        module: whose parameters and buffers are on ``device_ids[0]``; to a single device it is
+            moved.
+        device_ids: where the replicas go: devices, their names, or numbers of GPUs. One that is
+            named several times has several, so that ``["cpu"] * 3`` are three virtual devices.
+            None: all GPUs. Without any GPU, None and numbers mean what they mean in torch: the
+            module itself is called, with the whole batch.
         dim: the dimension of the rows, of inputs and outputs.
+        devices: the first edition's name of ``device_ids``.
+
+    Attributes:
+        devices: the devices; an empty list where the module itself is called.
+        device_ids: the same, a GPU as its number, as in torch.
 
     Raises:
         ValueError: there is no device; from a call, what ``scatter`` and ``replicate`` raise.
     """
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], dim: int = 0):
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        dim: int = 0,
+        *,
+        devices: Sequence[torch.device] | None = None,
+    ):
         super().__init__()
-        self.module, self.devices, self.dim = module, check_devices(devices), dim
+        self.module, self.dim = module, dim
+        self.devices, self.device_ids = chosen_devices(device_ids, devices)
+        if len(self.devices) == 1:
+            module.to(self.devices[0])
 
     def forward(self, *args, **kwargs) -> list[Any]:
         """Return the outputs of all devices; one that gets no row has none."""
+        if not self.devices:
+            return [self.module(*args, **kwargs)]
         alone = len(self.devices) == 1  # then nothing is split, nor is anything copied
         devices = self.devices[: 1 if alone else num_rows((args, kwargs), self.dim) or 1]
         shards = scatter((args, kwargs), devices, self.dim)
@@ -258,12 +281,12 @@ class DataParallelModel(nn.Module):
 class DataParallel(DataParallelModel):
     """A module on several devices, to be used like the module, as torch's ``nn.DataParallel``.
 
-    The outputs are joined on ``output_device``, by default ``devices[0]``. An output without
+    The outputs are joined on ``output_device``, by default the first device. An output without
     dimensions, such as a loss, becomes a vector with a number for each device, whose mean is the
     wrong one where the shards differ in rows; with a single device it is left as it is.
 
     Args:
-        module, devices, dim: see ``DataParallelModel``.
+        module, device_ids, dim, devices: see ``DataParallelModel``.
         output_device: where the outputs go.
 
     Raises:
@@ -273,21 +296,24 @@ class DataParallel(DataParallelModel):
     def __init__(
         self,
         module: nn.Module,
-        devices: Sequence[torch.device],
-        output_device: torch.device | None = None,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
         dim: int = 0,
+        *,
+        devices: Sequence[torch.device] | None = None,
     ):
-        super().__init__(module, devices, dim)
-        chosen = self.devices[0] if output_device is None else output_device
-        [self.output_device] = check_devices([chosen])
+        super().__init__(module, renamed(device_ids, devices), dim)
+        if self.devices:
+            there = self.devices[0] if output_device is None else output_device
+            [self._there], [self.output_device] = chosen_devices([there])
 
     def forward(self, *args, **kwargs) -> Any:
         """Return the module's output for the whole batch."""
         outputs = super().forward(*args, **kwargs)
-        if self.devices == [self.output_device]:
+        if not self.devices or self.devices == [self._there]:
             return outputs[0]
         if len(self.devices) == 1:
-            dst = position(self.output_device, self.devices)
+            dst = position(self._there, self.devices)
             kinds = "outputs", "gradient of outputs"
-            return gather_with(outputs, lambda out: move(out, self.output_device, 0, dst, *kinds))
-        return gather(outputs, self.output_device, self.dim)
+            return gather_with(outputs, lambda out: move(out, self._there, 0, dst, *kinds))
+        return gather(outputs, self._there, self.dim)

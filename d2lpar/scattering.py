@@ -4,6 +4,7 @@
 Notebook 04 builds this file. Source: ``torch.nn.parallel.scatter`` and ``gather``, which need GPUs.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
@@ -183,6 +184,34 @@ def check_devices(devices: Sequence[torch.device]) -> list[torch.device]:
     if not devices:
         raise ValueError("devices is empty: there must be at least one")
     return [as_device(device) for device in devices]
+
+
+def chosen_devices(
+    device_ids: Sequence[int | str | torch.device] | None,
+    devices: Sequence[torch.device] | None = None,
+) -> tuple[list[torch.device], list[int | torch.device]]:
+    """Return the devices that torch's ``device_ids`` names, and again with GPUs as numbers.
+
+    None: all GPUs. Without any GPU, None and numbers name no device. ``devices`` is the first
+    edition's name of ``device_ids``.
+    """
+    device_ids = renamed(device_ids, devices, stacklevel=4)
+    gpus = range(torch.cuda.device_count())
+    named = gpus if device_ids is None else device_ids
+    if isinstance(named, Sequence) and not isinstance(named, str):
+        if not gpus and (device_ids is None or named) and all(isinstance(d, int) for d in named):
+            return [], []
+        named = [torch.device("cuda", d) if isinstance(d, int) else d for d in named]
+    chosen = check_devices(named)
+    return chosen, [device.index if device.type == "cuda" else device for device in chosen]
+
+
+def renamed(device_ids: Sequence | None, devices: Sequence | None, stacklevel: int = 3):
+    """Return the one that was given; warn of the old name."""
+    if devices is None:
+        return device_ids
+    warnings.warn("devices is now device_ids", DeprecationWarning, stacklevel)
+    return devices
 
 
 def position(device: torch.device, devices: Sequence[torch.device]) -> int | str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import pickle
 import threading
 import traceback
@@ -706,6 +707,56 @@ def test_wrong_devices_and_inputs_are_named():
     assert "device 0 (cpu)" in "".join(caught.value.__notes__)
     assert DataParallel(mlp(), [CPU], "meta")(rows(2, 4)).device.type == "meta"
     assert DataParallel(mlp(), [CPU] * 2, "meta")(rows(2, 4)).device.type == "meta"
+
+
+# Arguments
+
+
+def test_parameters_are_torchs_and_then_ours():
+    ours, theirs = (inspect.signature(kind).parameters for kind in (DataParallel, nn.DataParallel))
+    shared = list(ours.values())[: len(theirs)]
+    assert [(p.name, p.default, p.kind) for p in shared] == [
+        (p.name, p.default, p.kind) for p in theirs.values()
+    ]
+    assert all(p.kind is p.KEYWORD_ONLY for p in list(ours.values())[len(theirs) :])
+
+
+def test_devices_may_be_named_in_every_way():
+    X, module = rows(5, 4), mlp()
+    for device_ids in ([CPU] * 2, ["cpu"] * 2, ("cpu", CPU)):
+        model = DataParallel(module, device_ids=device_ids)
+        assert model.devices == model.device_ids == [CPU] * 2
+        close(model(X), module(X))
+    with pytest.raises(TypeError, match="must be a list of devices, not 'cpu'"):
+        DataParallel(module, "cpu")
+
+
+def test_old_name_of_device_ids_still_works():
+    for kind in (DataParallel, DataParallelModel):
+        with pytest.warns(DeprecationWarning, match="device_ids") as caught:
+            model = kind(mlp(), devices=[CPU] * 2)
+        assert caught[0].filename == __file__
+        assert model.devices == [CPU] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU only")
+@pytest.mark.parametrize("args", [(), ([0, 1],), (None, 0)], ids=str)
+def test_without_a_gpu_it_calls_the_module_as_torchs_does(args):
+    module = nn.BatchNorm1d(4).double()
+    seen, X = [], rows(5, 4)
+    module.register_forward_hook(lambda *_: seen.append(1))
+    ours, theirs = DataParallel(module, *args), nn.DataParallel(module, *args)
+    assert ours.device_ids == theirs.device_ids == []
+    assert torch.equal(ours(X), theirs(X))
+    [output] = DataParallelModel(module, *args[:1])(X)
+    assert torch.equal(output, theirs(X)) and len(seen) == 4
+
+
+@pytest.mark.gpu
+def test_on_gpus_attributes_are_torchs():
+    ours, theirs = DataParallel(mlp().cuda(0)), nn.DataParallel(mlp().cuda(0))
+    assert (ours.device_ids, ours.output_device) == (theirs.device_ids, theirs.output_device)
+    assert DataParallel(mlp().cuda(0), [0], "cuda:0").output_device == 0
 
 
 # Against torch's own.
