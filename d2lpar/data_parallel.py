@@ -254,12 +254,7 @@ class DataParallelModel(nn.Module):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        device_ids: Sequence[int | str | torch.device] | None = None,
-        dim: int = 0,
-        *,
-        devices: Sequence[torch.device] | None = None,
+        self, module: nn.Module, device_ids: Sequence | None = None, dim: int = 0, *, devices=None
     ):
         super().__init__()
         self.module, self.dim = module, dim
