@@ -5,6 +5,7 @@ was destroyed. A *line* is a second transport in the same group, for another thr
 what travels over it has an order of its own. Notebook 05 uses this file.
 """
 
+import threading
 import weakref
 from contextlib import suppress
 from weakref import WeakKeyDictionary
@@ -32,6 +33,8 @@ class Member:
         self.transport, self.timeout, self.memory = transport, timeout, memory
         self.channel = channel
         self.calls = self.lines = 0
+        self.has_joined = True  # False as long as its transport may yet be exchanged
+        self.joining = threading.Lock()
 
     def __del__(self):
         if self.channel and not self.transport.broken:  # else messages may still be under way
@@ -78,17 +81,23 @@ def member_of(
     if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
     if not member:
-        member = _members[group] = _join(group, timeout)
+        fresh = Member(messages_for(group), known.timeout if known else TIMEOUT)
+        fresh.has_joined = False
+        member = _members.setdefault(group, fresh)  # two threads have the same
+    if not member.has_joined:
+        _join(member, timeout)
     return member, timeout
 
 
-def _join(group: dist.ProcessGroup, timeout: float) -> Member:
-    """Give the group lanes of its own where its members have a channel free, else messages."""
-    world = _members.get(dist.group.WORLD)
-    member = Member(messages_for(group), world.timeout if world else TIMEOUT)
-    if world is None or world.memory is None:
-        return member
-    return _with_lanes(member, world.memory, timeout) or member
+def _join(member: Member, timeout: float) -> None:
+    """Exchange messages for lanes where all members have a channel free; once, in one thread."""
+    with member.joining:
+        world = _members.get(dist.group.WORLD)
+        memory = world and world.memory
+        if not member.has_joined and memory and (lanes := _with_lanes(member, memory, timeout)):
+            member.transport, member.memory = lanes.transport, memory
+            member.channel, lanes.channel = lanes.channel, 0  # who is to give it back
+        member.has_joined = True
 
 
 def line_of(group: dist.ProcessGroup | None, timeout: float | None = None) -> Member:

@@ -2,6 +2,8 @@
 
 import gc
 import sys
+import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from d2lpar import ranks
+from d2lpar import members, ranks
 from d2lpar.lanes import CHANNELS, Lanes
 from d2lpar.launcher import launch
 from d2lpar.members import destroy, line_of
@@ -167,3 +169,24 @@ def test_groups_of_our_own_are_destroyed_where_that_is_safe():
         return some
 
     assert launch(use, 3, timeout=LIMIT) == [0] * 3
+
+
+def test_two_threads_that_begin_a_group_have_one_transport():
+    def check(rank, k):
+        group, find, found, searches = dist.new_group(), members._with_lanes, [], []
+
+        def slow(*args):
+            searches.append(args)
+            time.sleep(0.3)
+            return find(*args)
+
+        members._with_lanes = slow
+        calls = [lambda: found.append(members.member_of(group, 30)[0].transport)] * 2
+        threads = [threading.Thread(target=call) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return len(searches), found[0] is found[1], type(found[0]).__name__
+
+    assert launch(check, 2) == [(1, True, "Lanes")] * 2
