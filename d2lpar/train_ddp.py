@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from . import ranks
@@ -312,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=args.timeout)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+    store, rank, world_size = next(rendezvous("env://", timeout=limit))
     # A store that outlives a restart holds the addresses of the processes that are gone.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, None, limit, world_size, rank, store)
