@@ -327,9 +327,9 @@ def _timed_out(unfinished: list, outcomes: dict, timeout: float, answers: dict) 
 def _end(ranks: list) -> None:
     """Kill all ranks. They hold nothing worth a polite end: their results and lines are here."""
     for process, _ in ranks:
-        if process.is_alive():
-            kill_group(process.pid)  # not yet a group while it starts
-            process.kill()
+        if process.pid:
+            kill_group(process.pid)  # what a rank has started may outlive it
+            process.kill()  # while it starts it is not yet in its group
     for process, connection in ranks:
         if process.pid:
             process.join(5)

@@ -415,13 +415,17 @@ def test_a_rank_may_have_processes_which_end_with_it(capfd):
     assert "[rank" not in capfd.readouterr().out
 
 
-def test_a_death_is_seen_although_children_of_the_rank_live_on():
+def test_a_death_is_seen_although_a_child_lives_on_and_the_child_ends(tmp_path):
     def die(rank, world_size):
-        multiprocessing.Process(target=time.sleep, args=(1000,)).start()
+        child = multiprocessing.Process(target=time.sleep, args=(1000,))
+        child.start()
+        (tmp_path / "pid").write_text(str(child.pid))
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(RankError, match=r"^rank 0: died .*SIGKILL"):
         launch(die, 1, timeout=LIMIT)
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not alive(pid), "the child of the rank is left")
 
 
 def test_a_rank_cannot_launch():
