@@ -111,8 +111,10 @@ def _check(fn: Callable, world_size: int, timeout: float, threads: int) -> None:
             raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
     if not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
         raise ValueError(f"timeout must be more than 0 and at most 1e6 seconds, got {timeout!r}")
-    if multiprocessing.current_process().name.startswith(NAME):
-        raise RuntimeError("launch was called from a rank, and a rank cannot have ranks of its own")
+    here = multiprocessing.current_process()
+    if here.daemon or here.name.startswith(NAME):  # a daemon: the worker of a pool, for instance
+        where = f"launch was called from a rank or a worker ({here.name})"
+        raise RuntimeError(f"{where}, which cannot have ranks of its own")
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -432,8 +432,13 @@ def test_a_rank_cannot_launch():
     def nested(rank, world_size):
         return launch(print, 2)
 
-    with pytest.raises(RankError, match="launch was called from a rank"):
-        launch(nested, 1)
+    def nested_in_a_pool(rank, world_size):
+        with multiprocessing.Pool(1) as pool:
+            return pool.apply(launch, (print, 2))
+
+    for function in (nested, nested_in_a_pool):
+        with pytest.raises(RankError, match="launch was called from a rank"):
+            launch(function, 1)
 
 
 # Output.
