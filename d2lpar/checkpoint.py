@@ -24,6 +24,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from .devices import as_device
+
 _NO_DIGEST = b"0" * 64
 _BEFORE_DIGEST = rb'"checkpoint":"{\"sha256\": \"'  # no name has it: its quotes are escaped
 _DTYPES = frozenset({torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -75,7 +77,9 @@ def load_checkpoint(
     Raises:
         CheckpointError: there is no such file, or it is not what save_checkpoint wrote: another
             file, cut short, or changed in as little as one bit.
+        ValueError: this machine has no such device.
     """
+    device = as_device(device)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe may never end, and a device does not
             raise OSError("it is a folder, a pipe or a device")

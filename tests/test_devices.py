@@ -22,6 +22,7 @@ from d2lpar import (
     try_all_gpus,
     try_gpu,
 )
+from d2lpar.checkpoint import load_checkpoint
 from d2lpar.devices import as_device, describe, hardware, num_bytes
 from d2lpar.memory import peak_memory
 
@@ -62,6 +63,7 @@ def test_a_device_that_is_not_there_is_named_wherever_devices_are_given(monkeypa
         lambda: Pipeline([linear, linear], ["cpu", device], F.mse_loss, 2),
         lambda: peak_memory(list, device),
         lambda: load_data_fashion_mnist(8, device=device),
+        lambda: load_checkpoint("any", device),
     ):
         with pytest.raises(ValueError, match=r"there is no device .* sees no GPU") as error:
             use()
