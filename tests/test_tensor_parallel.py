@@ -188,7 +188,7 @@ def test_groups_smaller_than_the_world_do_not_mix():
             *ours, own_weight, outputs = results[rank]
             assert distance(ours, wanted) == 0
             assert torch.equal(own_weight, weight.tensor_split(2)[place])
-            assert distance(*outputs) < 2e-6
+            assert distance(*outputs) < 1e-5
 
 
 # Columns and rows
