@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import ranks
-from .ddp_arguments import check_gpu, check_module, refuse
+from .ddp_arguments import check_gpu, check_module, refuse, refuse_groups
 from .reducer import Reducer, naming_join
 from .scattering import scatter
 from .state_sharing import share_buffers, share_state
@@ -134,6 +134,7 @@ class DistributedDataParallel(nn.Module):
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=bucket_cap_mb_list,
         )
+        refuse_groups(device_ids=device_ids, init_sync=init_sync)
         if group is not None:
             warnings.warn("group is now process_group", DeprecationWarning, stacklevel=2)
             process_group = group

@@ -18,6 +18,13 @@ def refuse(**arguments) -> None:
             )
 
 
+def refuse_groups(**arguments) -> None:
+    """Raise TypeError for a group in another's place: the second here, the sixth in torch 2.6."""
+    for name, value in arguments.items():
+        if isinstance(value, dist.ProcessGroup):
+            raise TypeError(f"{name} is a process group: pass it as process_group=")
+
+
 def check_module(module: nn.Module) -> None:
     """Raise ValueError where a parameter or buffer is lazy, or nothing is to be trained."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -29,8 +36,6 @@ def check_module(module: nn.Module) -> None:
 
 def check_gpu(module, device_ids, output_device) -> tuple[list[int] | None, int | None]:
     """Return ``device_ids`` and ``output_device`` as torch keeps them: as numbers of GPUs."""
-    if isinstance(device_ids, dist.ProcessGroup):
-        raise TypeError("the second argument is device_ids, as torch's: pass process_group=")
     if not device_ids and not output_device:
         return None, None
     devices = {param.device for param in module.parameters()}

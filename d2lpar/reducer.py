@@ -53,11 +53,10 @@ class Reducer:
         self._counts_anew = True  # … which ends with the first forward pass after it
         self._averages = False  # whether the next backward pass is to be averaged
         self._lock = Lock()  # autograd has a thread for each device, and all call the hooks
-        self._streams = {
+        self._streams = {  # of the messages, one per GPU; not run on a GPU
             bucket.device: torch.cuda.Stream(bucket.device)
-            if bucket.device.type == "cuda"
-            else None
             for bucket in self.buckets
+            if bucket.device.type == "cuda"
         }
         self._context = contextvars.copy_context()
         self._begin()
@@ -167,8 +166,7 @@ class Reducer:
             for future in self._futures:
                 future.result()
         for device, stream in self._streams.items():
-            if stream:
-                torch.cuda.current_stream(device).wait_stream(stream)
+            torch.cuda.current_stream(device).wait_stream(stream)
         *users, rows = self.buckets[-1].manifest.tolist()
         if self.by_rows and rows:
             for bucket in self.buckets:
@@ -185,11 +183,11 @@ class Reducer:
 
     def _beside(self, bucket: Bucket):
         """Work in the stream of the messages, beside the one in which backward computes."""
-        return torch.cuda.stream(self._streams[bucket.device])
+        return torch.cuda.stream(self._streams.get(bucket.device))  # of None: changes nothing
 
     def _note_stream(self, bucket: Bucket) -> None:
         """Let the messages' stream wait for what the current one has to do by now."""
-        if stream := self._streams[bucket.device]:
+        if stream := self._streams.get(bucket.device):
             stream.wait_event(torch.cuda.current_stream(bucket.device).record_event())
 
 
@@ -212,8 +210,7 @@ def naming_join() -> Iterator[None]:
     try:
         yield
     except ranks.PeerError as error:
-        raise ranks.PeerError(
-            f"{error}\nDid it have fewer batches than this rank? Then put the loop into "
-            "`with model.join():`, or give all ranks equally many.",
-            error.ranks,
-        ) from None
+        if not error.ranks:
+            raise
+        words = "if it had fewer batches than this rank, put the loop into `with model.join():`"
+        raise ranks.PeerError(f"{error}; {words}", error.ranks) from None

@@ -307,14 +307,13 @@ def test_join_with_uneven_numbers_of_batches_is_torchs():
             both = []
             for divide in (True, False):
                 ours, buffers = run(DistributedDataParallel, divide, count)
-                theirs, _ = run(nn.parallel.DistributedDataParallel, divide, count)
+                theirs, their_buffers = run(nn.parallel.DistributedDataParallel, divide, count)
                 both.append(ours)
-                results.append((apart([*ours, *buffers]), distance(ours, theirs), int(buffers[-1])))
+                from_torch = distance([*ours, *buffers], [*theirs, *their_buffers])
+                results.append((apart([*ours, *buffers]), from_torch, int(buffers[-1])))
             results.append(distance(*both))
         return results
 
-    # The buffers are not compared with torch's: those are of the highest rank that still has
-    # batches, ours of the lowest.
     for results in launch(train, k, timeout=LIMIT):
         for i in (0, 3):
             for from_others, from_torch, batches in results[i : i + 2]:

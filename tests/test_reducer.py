@@ -206,6 +206,21 @@ def test_ranks_that_are_out_of_batches_end_all_where_that_was_asked_for():
         assert ours == theirs and ours[0] == 2
 
 
+def test_passes_without_gradients_are_allowed_inside_join():
+    def train(rank, world_size):
+        model = DistributedDataParallel(nn.Sequential(linear(), nn.BatchNorm1d(1)))
+        with model.join():
+            for _ in range(1 + 2 * rank):
+                with torch.no_grad():
+                    model(torch.randn(3, 1))
+                model(torch.randn(3, 1)).square().sum().backward()
+        state = [None] * world_size
+        dist.all_gather_object(state, [t.tolist() for t in model.state_dict().values()])
+        return state[0] == state[1], model.module[1].num_batches_tracked.item()
+
+    assert launch(train, 2, timeout=LIMIT) == [(True, 6)] * 2
+
+
 # Communication hooks
 
 
