@@ -33,7 +33,8 @@ class Reducer:
     """Averages the gradients of ``params`` in each backward pass that a forward pass has announced.
 
     It lives as long as its owner, or as the graph of an output that it was told to ``expect``. With
-    it go its hooks, its thread and its line.
+    it go its hooks, its thread and its line. On a GPU messages travel in a stream of their own,
+    which waits for the gradients' streams, and for which the caller's waits; not run on a GPU.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Reducer:
         self._counts_anew = True  # … which ends with the first forward pass after it
         self._averages = False  # whether the next backward pass is to be averaged
         self._lock = Lock()  # autograd has a thread for each device, and all call the hooks
-        self._streams = {  # of the messages, one per GPU; not run on a GPU
+        self._streams = {  # of the messages, one per GPU
             bucket.device: torch.cuda.Stream(bucket.device)
             for bucket in self.buckets
             if bucket.device.type == "cuda"
@@ -179,7 +180,7 @@ class Reducer:
             if count and not absent:
                 bucket.hand_out(i, self.as_view)
 
-    # On GPUs: not run on a GPU
+    # On GPUs
 
     def _beside(self, bucket: Bucket):
         """Work in the stream of the messages, beside the one in which backward computes."""

@@ -181,6 +181,29 @@ def test_hooks_of_several_threads_take_turns():
     assert Slow.most == 1
 
 
+@pytest.mark.gpu
+def test_gradients_of_any_stream_are_averaged_on_gpus():
+    """Not run on a GPU. The inputs are moved to the rank's own; one GPU may serve both ranks."""
+
+    def train(rank, world_size):
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).to(device)
+        model = DistributedDataParallel(module, device_ids=[device.index], bucket_cap_mb=1)
+        X = torch.randn(64, 512, generator=torch.Generator().manual_seed(rank))
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            for _ in range(3):
+                model.zero_grad()
+                model(X).square().sum().backward()
+            ours = [param.grad.clone() for param in module.parameters()]
+        module.zero_grad()
+        module(X.to(device)).square().sum().backward()
+        for param, grad in zip(module.parameters(), ours, strict=True):
+            ranks.allreduce(param.grad, op="mean")
+            torch.testing.assert_close(grad, param.grad)
+
+    launch(train, 2, timeout=LIMIT)
+
+
 # Join
 
 
@@ -255,7 +278,7 @@ def test_hooks_of_torch_do_what_they_do_with_torchs():
         return found
 
     for found in launch(train, 2, timeout=LIMIT):
-        assert all(from_torch < 1e-6 for from_torch, _ in found.values()), found
+        assert all(from_torch < 1e-5 for from_torch, _ in found.values()), found
         assert found["allreduce"][1] == found["group"][1] == 0
         assert 0 < found["fp16"][1] < 1e-3 and found["powerSGD"][1] > 1e-3
 
