@@ -215,7 +215,7 @@ def barrier(
 ) -> None:
     """Return when all ranks of the group have called. Errors are those of ``allreduce``."""
     member, timeout = member_of(group, timeout)
-    plan = _plan("barrier", label, "nothing to send")
+    plan = _plan("barrier", label)
     with member.transport.call(plan):
         member.calls += 1
         agree(member.transport, member.calls, plan, 0, timeout)
@@ -284,9 +284,9 @@ def _message_of(tensor: torch.Tensor, transport: Transport, widen: bool = True) 
     return flat.contiguous().to(transport.home(tensor))
 
 
-def _plan(name: str, label: str, what: str) -> str:
+def _plan(name: str, label: str, what: str = "") -> str:
     """Say in one line what this rank is about to do: on all ranks the same."""
-    return f"{name} {label!r}, {what}" if label else f"{name}, {what}"
+    return name + (f" {label!r}" if label else "") + (f", {what}" if what else "")
 
 
 def _described(tensor, transport: Transport, first: int = 0) -> str:

@@ -1,6 +1,7 @@
 """One tensor from rank to rank: what arrives is what was sent, or an error says why not."""
 
 import sys
+import threading
 import time
 
 import cloudpickle
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from d2lpar import count_bytes, ranks
 from d2lpar.launcher import launch
 from d2lpar.point_to_point import DTYPES, HEADER, receive, send
+from d2lpar.transport import Send
 
 # The helpers below travel by value, as what is defined in a test does: no rank imports this file.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -217,3 +219,87 @@ def test_a_group_has_messages_of_its_own():
         return receive(0, "group", group=group).item(), receive(0, "world").item()
 
     assert launch(talk, 2, timeout=LIMIT)[1] == (1, 0)
+
+
+@both
+def test_what_was_not_sent_as_a_message_ends_the_use_of_the_group(way):
+    nothing = torch.ones(HEADER.size // 4)
+
+    def talk(rank, k):
+        go(way)
+        if rank == 0:  # it sends its tensor without a header
+            transport = ranks.member_of(None, None)[0].transport
+            transport.exchange([Send(1, nothing)], [], LIMIT)
+            return None
+        return attempt(receive, 0, "loss"), attempt(receive, 0, "loss")
+
+    (kind, text, *_), (later, again, *_) = launch(talk, 2, timeout=LIMIT)[1]
+    assert kind == "MismatchError" and "'loss' was expected, but rank 0 makes another call" in text
+    assert later == "PeerError" and f"since an earlier call: MismatchError: {text}" in again
+
+
+@both
+def test_a_sender_without_memory_for_its_copy_is_missed_at_once(way):
+    class NoRoom(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function is torch.Tensor.contiguous:
+                raise MemoryError("no room for a copy")
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    def talk(rank, k):
+        go(way)
+        if rank == 0:
+            return attempt(send, torch.ones(2, 3).as_subclass(NoRoom), 1, timeout=2 * LIMIT)
+        return attempt(receive, 0, timeout=2 * LIMIT)
+
+    sender, receiver = launch(talk, 2, timeout=LIMIT)
+    assert sender[:2] == ("MemoryError", "no room for a copy")
+    assert receiver[0] == "PeerError" and receiver[2] == (0,)
+
+
+@both
+def test_two_threads_that_send_at_once_are_refused_and_the_receiver_learns_of_it(way):
+    def talk(rank, k):
+        go(way)
+        ranks.barrier()
+        transport = ranks.member_of(None, None)[0].transport
+        if rank == 1:
+            time.sleep(0.5)
+            return attempt(receive, 0, "large", timeout=2 * LIMIT)
+        large, outcomes = torch.ones(5_000_000), []
+
+        def first():
+            outcomes.append(attempt(send, large, 1, "large", timeout=2 * LIMIT))
+
+        thread = threading.Thread(target=first, name="first")
+        thread.start()
+        while not transport.under_way:
+            time.sleep(0.01)
+        outcomes.append(attempt(send, large, 1, "other"))
+        thread.join()
+        return outcomes
+
+    outcomes, received = launch(talk, 2, timeout=LIMIT)
+    for kind, text, *_ in outcomes:
+        assert (
+            kind == "BusyError" and "called send of 'other' to rank 1 while send of 'large'" in text
+        )
+    assert received[0] == "PeerError" and received[2] == (0,)
+
+
+@both
+def test_a_thread_may_send_while_another_one_receives(way):
+    def talk(rank, k):
+        go(way)
+        ranks.barrier()
+        transport, received = ranks.member_of(None, None)[0].transport, []
+        thread = threading.Thread(target=lambda: received.append(receive(1 - rank)))
+        thread.start()
+        while "receive" not in transport.under_way and not received:
+            time.sleep(0.01)
+        send(torch.zeros(3), 1 - rank)
+        thread.join()
+        return received[0].tolist()
+
+    assert launch(talk, 2, timeout=LIMIT) == [[0.0] * 3] * 2

@@ -502,8 +502,8 @@ def test_a_label_shows_at_once_which_of_several_equal_calls_was_skipped(way):
         for name, text in texts.items():
             assert text.startswith("MismatchError: ")
             first, second, third = [line.partition(": ")[2] for line in text.splitlines()[1:]]
-            assert first == third and first.startswith(f"{name} 'step 1', ")
-            assert second.startswith(f"{name} 'step 2', ")
+            assert first == third and first.startswith(f"{name} 'step 1'")
+            assert second.startswith(f"{name} 'step 2'")
 
 
 @both
