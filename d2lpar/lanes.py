@@ -74,14 +74,14 @@ class Lanes(Transport):
     def _tell(self, note: bytes, deadline: float) -> list[bytes]:
         notes, missing = [note] * len(self.ranks), set()
         for lane in self.outgoing.values():
-            if not self._is_ready(lane, deadline):
+            if not lane.acquire(False) and not self._sleep(lane, deadline):
                 missing.add(lane.rank)  # who else?
                 continue
             offset = lane.next_slot()
             self.bytes[offset : offset + len(note)] = note
             lane.release()
         for i, lane in self.incoming.items():
-            if not self._is_ready(lane, deadline):
+            if not lane.acquire(False) and not self._sleep(lane, deadline):
                 missing.add(lane.rank)
                 continue
             offset = lane.next_slot()
@@ -126,7 +126,7 @@ class Lanes(Transport):
 
     def _slot(self, lane: _Lane, deadline: float) -> int:
         """Wait for the lane's next slot, free for its sender or full for its receiver."""
-        if self._is_ready(lane, deadline):
+        if lane.acquire(False) or self._sleep(lane, deadline):
             return lane.next_slot()
         line = self._line(lane.rank)
         stuck = line[-1]
@@ -134,11 +134,8 @@ class Lanes(Transport):
             stuck = min(line, key=self.looked.__getitem__)
         raise PeerError(f"rank {stuck} did not do its part in time", [stuck])
 
-    def _is_ready(self, lane: _Lane, deadline: float) -> bool:
-        """Wait until there is a slot, or until the time is up: then it is False."""
-        return lane.acquire(False) or self._sleep(lane, deadline)
-
     def _sleep(self, lane: _Lane, deadline: float) -> bool:
+        """Wait until there is a slot, or until the time is up: then it is False."""
         for _ in range(SPINS):
             os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
             if lane.acquire(False):
