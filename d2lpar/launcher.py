@@ -44,8 +44,8 @@ _starting = threading.Lock()  # two threads may launch, but not hide the main mo
 class RankError(RuntimeError):
     """A rank raised an exception, died, or did not finish in time.
 
-    ``rank`` is the first that failed; ``errors`` has for each that failed its traceback, and for
-    each that did not finish the place where it stood.
+    ``rank`` is the first that failed, before those that only missed another; ``errors`` has for
+    each that failed its traceback, and for each that did not finish the place where it stood.
     """
 
     def __init__(self, message: str, rank: int | None = None, errors: dict | None = None):
@@ -303,11 +303,11 @@ def _death(process: multiprocessing.Process) -> Failure:
     process.join(ANSWER)
     code = process.exitcode
     how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-    return Failure(float("-inf"), f"died before it had finished ({how})", "")
+    return Failure(False, float("-inf"), f"died before it had finished ({how})", "")
 
 
 def _failed(failures: dict[int, Failure]) -> RankError:
-    first = min(failures, key=lambda rank: failures[rank].when)
+    first = min(failures, key=lambda rank: failures[rank][:2])
     message = f"rank {first}: {failures[first].what}\n\n{failures[first].details}".rstrip()
     others = [f"rank {r} ({f.what.split(':')[0]})" for r, f in failures.items() if r != first]
     if others:

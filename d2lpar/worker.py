@@ -50,6 +50,7 @@ class Job(NamedTuple):
 class Failure(NamedTuple):
     """What a rank tells of an exception."""
 
+    follows: bool  # from another rank's: it says that one is missing
     when: float  # on the clock that all processes of a machine share
     what: str  # in one line
     details: str  # the traceback
@@ -139,7 +140,8 @@ def _failure(error: BaseException) -> Failure:
         trace = trace.tb_next
     name = next(s for s in traceback.format_exception_only(error) if not s.startswith(" "))
     details = "".join(traceback.format_exception(type(error), error, trace))
-    return Failure(when, name.splitlines()[0], _without_paths_of_cells(details))
+    follows = isinstance(error, ranks.PeerError)
+    return Failure(follows, when, name.splitlines()[0], _without_paths_of_cells(details))
 
 
 def _watch(connection: Connection, send: Callable, outputs: tuple, job: Job) -> None:

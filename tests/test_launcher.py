@@ -163,6 +163,21 @@ def test_lanes_without_what_linux_alone_has(monkeypatch):
     assert launch(add_up, 2) == [[3.0] * 10] * 2
 
 
+def test_an_error_that_follows_from_another_is_not_the_first(monkeypatch):
+    """The others may learn of a rank's failure, and report theirs, before it reports its own."""
+    monkeypatch.setattr(launcher, "GRACE", 10)
+
+    def fail(rank, world_size):
+        if rank == 1:
+            raise ranks.PeerError("rank 0 gave up", [0])
+        time.sleep(0.2)
+        raise ValueError("the cause")
+
+    with pytest.raises(RankError, match=r"^rank 0: ValueError: the cause") as caught:
+        launch(fail, 2)
+    assert caught.value.rank == 0 and sorted(caught.value.errors) == [0, 1]
+
+
 def test_two_threads_may_launch_at_once():
     main_file, results = sys.modules["__main__"].__file__, {}
 
