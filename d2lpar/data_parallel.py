@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from .collectives import is_low_precision
-from .devices import move
+from .devices import check_devices, move
 from .scattering import (
-    check_devices,
     chosen_devices,
     gather,
     gather_with,

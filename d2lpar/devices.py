@@ -60,6 +60,18 @@ def as_device(device: torch.device | str | int) -> torch.device:
         raise ValueError(f'{problem}. "cpu" may be named several times instead') from error
 
 
+def check_devices(devices: Sequence[torch.device]) -> list[torch.device]:
+    """Return ``devices`` as tensors name theirs, such as cuda:0.
+
+    Raises TypeError for what is no list, ValueError for an empty one and for a missing device.
+    """
+    if isinstance(devices, (str, torch.device)):
+        raise TypeError(f"devices must be a list of devices, not {devices!r}")
+    if not devices:
+        raise ValueError("devices is empty: there must be at least one")
+    return [as_device(device) for device in devices]
+
+
 def describe(devices: Sequence[torch.device]) -> str:
     """Say in a few words what ``devices`` are, e.g. ``4 virtual devices on cpu``."""
     distinct = list(dict.fromkeys(map(str, devices)))

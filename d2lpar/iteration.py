@@ -16,11 +16,11 @@ from torch import nn
 
 from .data_parallel import DataParallel, DataParallelModel, replicate
 from .ddp import DistributedDataParallel
-from .devices import count_bytes, move, num_bytes
+from .devices import check_devices, count_bytes, move, num_bytes
 from .launcher import launch
 from .memory import peak_memory, saved_memory
 from .parallel_loss import DataParallelCriterion
-from .scattering import check_devices, gather, position, scatter, tensors_of
+from .scattering import gather, position, scatter, tensors_of
 
 
 class Step(NamedTuple):

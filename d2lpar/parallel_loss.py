@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .collectives import is_low_precision
 from .data_parallel import parallel_apply, replicate
-from .devices import move
-from .scattering import check_devices, num_rows, scatter
+from .devices import check_devices, move
+from .scattering import num_rows, scatter
 
 Count = Callable[..., float]  # targets -> the number that the mean over them is divided by
 

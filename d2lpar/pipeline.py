@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .collectives import is_low_precision
-from .devices import move
+from .devices import check_devices, move
 from .parallel_loss import Count, find_count, shares
 from .pipeline_schedules import (
     Action,
@@ -30,7 +30,7 @@ from .pipeline_schedules import (
     one_f_one_b,
     target,
 )
-from .scattering import check_devices, position
+from .scattering import position
 from .stages import Stage, modules_of, one_tensor
 
 KINDS = MappingProxyType({"forward": "activations", "backward": "gradients"})  # of the ledger

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from .devices import as_device, move
+from .devices import check_devices, move
 
 
 def scatter(
@@ -172,18 +172,6 @@ def _row(shape: list[int], dim: int) -> list[int] | None:
     if not -len(shape) <= dim < len(shape):
         return None
     return [n for d, n in enumerate(shape) if d != dim % len(shape)]
-
-
-def check_devices(devices: Sequence[torch.device]) -> list[torch.device]:
-    """Return ``devices`` as tensors name theirs, such as cuda:0.
-
-    Raises TypeError for what is no list, ValueError for an empty one and for a missing device.
-    """
-    if isinstance(devices, (str, torch.device)):
-        raise TypeError(f"devices must be a list of devices, not {devices!r}")
-    if not devices:
-        raise ValueError("devices is empty: there must be at least one")
-    return [as_device(device) for device in devices]
 
 
 def chosen_devices(

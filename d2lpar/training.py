@@ -14,7 +14,7 @@ import torch
 
 from .collectives import ring_allreduce
 from .data import Minibatches, load_data_fashion_mnist
-from .devices import choose_devices, hardware, move
+from .devices import as_device, check_devices, choose_devices, hardware, move
 from .network import init_params, lenet, loss, sgd
 
 AllReduce = Callable[[list[torch.Tensor]], None]  # sums a list of tensors, in place
@@ -22,22 +22,22 @@ AllReduce = Callable[[list[torch.Tensor]], None]  # sums a list of tensors, in p
 
 def get_params(params: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Return a copy of ``params`` on ``device`` that shares nothing with them, gradients on."""
-    return [param.detach().to(device, copy=True).requires_grad_() for param in params]
+    return [param.detach().to(as_device(device), copy=True).requires_grad_() for param in params]
 
 
 def split_batch(
     X: torch.Tensor, y: torch.Tensor, devices: list[torch.device]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Split the rows of ``X`` and ``y`` into one shard a device: ``(X_shards, y_shards)``.
+    """Split the rows of ``X`` and ``y`` into one shard per device: ``(X_shards, y_shards)``.
 
     The shards differ by at most one row and keep the order; with fewer rows than devices the last
     ones are empty.
 
     Raises:
-        ValueError: ``X`` and ``y`` differ in their number of rows, or there is no device.
+        ValueError: ``X`` and ``y`` differ in their number of rows; ``devices`` is empty, or names
+            one that is not there.
     """
-    if not devices:
-        raise ValueError("devices is empty: there must be at least one")
+    check_devices(devices)
     if X.shape[:1] != y.shape[:1]:
         raise ValueError(f"X has shape {tuple(X.shape)}, but y has shape {tuple(y.shape)}")
     return shard_rows(X, devices), shard_rows(y, devices)

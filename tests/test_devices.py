@@ -16,9 +16,11 @@ from d2lpar import (
     count_bytes,
     devices,
     gather,
+    get_params,
     load_data_fashion_mnist,
     move,
     scatter,
+    split_batch,
     try_all_gpus,
     try_gpu,
 )
@@ -64,6 +66,8 @@ def test_a_device_that_is_not_there_is_named_wherever_devices_are_given(monkeypa
         lambda: peak_memory(list, device),
         lambda: load_data_fashion_mnist(8, device=device),
         lambda: load_checkpoint("any", device),
+        lambda: get_params(list(linear.parameters()), device),
+        lambda: split_batch(X, X, ["cpu", device]),
     ):
         with pytest.raises(ValueError, match=r"there is no device .* sees no GPU") as error:
             use()
