@@ -19,10 +19,6 @@ def check_tensors(data: Sequence[torch.Tensor]) -> None:
         raise ValueError("data is empty: it must hold one tensor per device")
     for i, tensor in enumerate(data):
         check_tensor(tensor, f"data[{i}]")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"data[{i}] is sparse ({tensor.layout}): pass its .to_dense()")
-        if tensor.is_meta:
-            raise ValueError(f"data[{i}] is a meta tensor, which has no elements to send")
     check_alike([tensor.dtype for tensor in data], "dtype")
 
 
@@ -31,9 +27,9 @@ def check_tensor(tensor: torch.Tensor, name: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
     if tensor.layout is not torch.strided:
-        raise ValueError(f"{name} has the layout {tensor.layout}: pass its .to_dense()")
+        raise ValueError(f"{name} is sparse ({tensor.layout}): pass its .to_dense()")
     if tensor.is_meta:
-        raise ValueError(f"{name} is on the device meta, where tensors have a shape but no numbers")
+        raise ValueError(f"{name} is a meta tensor, which has no elements to send")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name} requires gradients, which a collective does not record: pass its "

@@ -93,7 +93,7 @@ def allreduce(
         BusyError: another thread of this rank has a call under way in this group, which is then of
             no more use.
         ValueError: ``op`` is unknown or not defined for the dtype; ``tensor`` requires gradients
-            outside ``no_grad``, is sparse or on the device meta, or holds one place of memory
+            outside ``no_grad``, is sparse or a meta tensor, or holds one place of memory
             twice; ``schedule`` sends and writes the same chunk in one step, not by an exchange; or
             there is no process group.
         TypeError: ``tensor`` is no tensor, or ``schedule`` no function.

@@ -793,7 +793,7 @@ def test_tensors_without_numbers_side_by_side_are_refused_alike(odd, way):
             if one[0] != "MismatchError" or f"{odd.lower()[:4]}" not in one[1].lower():
                 complaints.append(one)
             every = attempt(call, unusual, group=group)
-            words = "is on the device meta" if odd == "meta" else "pass its .to_dense()"
+            words = "is a meta tensor" if odd == "meta" else "pass its .to_dense()"
             if every[0] != "ValueError" or words not in every[1]:
                 complaints.append(every)
         ranks.allreduce(usual, group=group)
