@@ -207,15 +207,7 @@ def check_format(nb):
 CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
 
 
-NOT_YET = (check_untrusted, check_figures)
-not_yet = pytest.mark.xfail(strict=True, reason="remove this mark with the next make refresh")
-
-
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(check, marks=not_yet if check in NOT_YET else ()) for check in CHECKS],
-    ids=lambda check: check.__name__,
-)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebook(path, check):
     assert list(check(nbformat.read(path, as_version=4))) == []
