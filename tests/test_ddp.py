@@ -74,7 +74,7 @@ def _measures():
         return max(distance(copies[0], other) for other in copies)
 
     class SGD:
-        """With momentum, as torch's, whose first use imports a compiler: seconds in a rank."""
+        """Gradient descent with momentum, as torch's."""
 
         def __init__(self, module):
             self.params, self.velocity = list(module.parameters()), {}
@@ -180,8 +180,7 @@ def test_parameters_and_buffers_begin_as_rank_0s(kind):
     assert all(before > 0.5 and after == 0 for before, after in launch(wrap, 3, timeout=LIMIT))
 
 
-# Torch's own class as the reference: in each rank that uses it, it imports a compiler, which takes
-# a second or more. So few ranks use it, each for several comparisons.
+# Torch's own class as the reference
 
 
 @pytest.mark.parametrize("k", [2, 3])
