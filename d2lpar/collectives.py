@@ -1,4 +1,4 @@
-"""Run a schedule on a list of tensors, one a device: allreduce, broadcast, and their parts.
+"""Run a schedule on a list of tensors, one per device: allreduce, broadcast, and their parts.
 
 Everything here happens in one process, in place, the way the book writes ``allreduce(data)``. The
 schedule says who sends what to whom; ``run_schedule`` does just that, step by step. Messages
@@ -31,7 +31,7 @@ OPS = ("sum", "mean", "max", "min", "product")
 def naive_allreduce(data: Sequence[torch.Tensor]) -> None:
     """Sum in place, the book's way: add all to ``data[0]``, then copy ``data[0]`` to all.
 
-    ``data`` holds one tensor a device, all of one shape and dtype. See ``allreduce``.
+    ``data`` holds one tensor per device, all of one shape and dtype. See ``allreduce``.
     """
     allreduce(data, star)
 
@@ -39,7 +39,7 @@ def naive_allreduce(data: Sequence[torch.Tensor]) -> None:
 def ring_allreduce(data: Sequence[torch.Tensor]) -> None:
     """Sum in place, one chunk at a time around a ring: no position sends more than its share.
 
-    ``data`` holds one tensor a device, all of one shape and dtype. See ``allreduce``.
+    ``data`` holds one tensor per device, all of one shape and dtype. See ``allreduce``.
     """
     allreduce(data, ring)
 
@@ -52,7 +52,7 @@ def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str =
     rounded once, at the end.
 
     Args:
-        data: one tensor a device, all of one shape and dtype, contiguous or not.
+        data: one tensor per device, all of one shape and dtype, contiguous or not.
         schedule: a function k -> steps, such as ``star``, ``ring`` or ``tree``.
         op: "sum", "mean", "max", "min" or "product".
 

@@ -145,9 +145,9 @@ def chunks_of(move: Move, n: int) -> range:
 def check_steps(steps: list[list[Move]], k: int) -> None:
     """Check that the moves of each step, between ``k`` participants, can happen at the same time.
 
-    A chunk that is sent must not be written in the same step: nobody could say which comes first.
-    The exception is an exchange: two participants that send each other the same chunk, to reduce
-    it, and nothing else in this step.
+    A chunk that is sent must not be written in the same step, nor one that is taken be written
+    twice: nobody could say which comes first. The exception is an exchange: two participants that
+    send each other the same chunk, to reduce it, and nothing else in this step.
 
     Raises:
         ValueError: naming the step, and the move or the participant and chunk.
@@ -157,6 +157,14 @@ def check_steps(steps: list[list[Move]], k: int) -> None:
             _check_move(m, k)
     n = num_chunks(steps)
     for number, step in enumerate(steps, start=1):
+        taken = {(m.dst, c) for m in step if not m.reduce for c in chunks_of(m, n)}
+        written = Counter((m.dst, c) for m in step if taken for c in chunks_of(m, n))
+        for participant, chunk in taken:
+            if written[participant, chunk] > 1:
+                raise ValueError(
+                    f"in step {number} participant {participant} takes chunk {chunk} while another "
+                    "message writes to it, too: use two steps"
+                )
         clashes = sent_and_written(step, n)
         if not clashes:
             continue
@@ -197,12 +205,14 @@ def exchanges(step: list[Move]) -> set[Move]:
     }
 
 
-@lru_cache(maxsize=128)
 def checked_steps(schedule: Schedule, k: int) -> list[list[Move]]:
-    """Return ``schedule(k)``, checked once by ``check_steps``: do not change the lists."""
+    """Return ``schedule(k)``, checked by ``check_steps``: equal steps only once."""
     steps = schedule(k)
-    check_steps(steps, k)
+    _check_once(tuple(map(tuple, steps)), k)
     return steps
+
+
+_check_once = lru_cache(maxsize=128)(check_steps)
 
 
 def holdings(steps: list[list[Move]], k: int) -> list[list[list[tuple[int, ...]]]]:

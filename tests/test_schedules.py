@@ -254,6 +254,35 @@ def test_a_chunk_must_not_be_sent_and_overwritten_in_one_step_but_by_an_exchange
     assert all(tensor.tolist() == [1] * 4 for tensor in data)
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        [Move(0, 2, None, False), Move(1, 2, None, False)],
+        [Move(0, 2, None, True), Move(1, 2, None, False)],
+        [Move(0, 2, range(2), False), Move(1, 2, 1, True)],
+    ],
+)
+def test_what_is_taken_must_not_be_written_by_another_message(step):
+    with pytest.raises(ValueError, match=r"in step 1 participant 2 takes chunk [01] while another"):
+        verify_allreduce(lambda k: [step], 3)
+    check_steps([[m._replace(reduce=True) for m in step]], 3)  # several may be added
+
+
+def test_a_schedule_that_has_changed_is_taken_as_it_is_now():
+    steps = star(2)
+    data = [torch.ones(2), torch.ones(2)]
+    allreduce(data, lambda k: steps)
+
+    def changing(k):
+        return steps
+
+    allreduce(data, changing)
+    steps = [[Move(1, 0, None, False)]]  # now it is another one
+    data[0].zero_()
+    allreduce(data, changing)
+    assert data[0].tolist() == data[1].tolist() == [4, 4]
+
+
 @pytest.mark.parametrize("k", (2, 3, 4, 6))
 def test_the_ring_in_two_steps_is_refused_by_all(k):
     """All r to r + 1 at once, then copies: made one by one, its moves would give right sums."""
