@@ -59,8 +59,8 @@ class DistributedDataParallel(nn.Module):
 
     It takes what ``torch.nn.parallel.DistributedDataParallel`` takes, and means the same by it.
     Parameters may be frozen, tied, unused, and used by some ranks only; one that no rank has used
-    keeps its ``.grad``. A copy (``copy.deepcopy``, pickle, ``torch.save``) is a wrapper of its own,
-    without a communication hook.
+    keeps a ``.grad`` of None. A copy (``copy.deepcopy``, pickle, ``torch.save``) is a wrapper of
+    its own, without a communication hook.
 
     Not as in torch: a second backward pass through an output averages, too. Checkpointing needs
     ``use_reentrant=False``. Hooks on gradients must be registered before, since a gradient may be
@@ -79,7 +79,8 @@ class DistributedDataParallel(nn.Module):
             are written over in the next backward pass.
         find_unused_parameters, static_graph, check_reduction, batched_grad_copy: taken; they make
             no difference.
-        forward_sync_buffers: ``broadcast_buffers``, but for forward passes only.
+        forward_sync_buffers: takes the place of ``broadcast_buffers`` for the forward passes, where
+            it is given; buffers are then shared at construction, too, as in torch.
         delay_all_reduce_named_params, …: what is not named here is refused.
         weight: ours. "equal": the mean over ranks, as in torch. "rows": each rank counts by its
             rows (dimension 0 of forward's first tensor), which makes of a loss that is a mean over

@@ -11,7 +11,7 @@ from torch import nn
 def refuse(**arguments) -> None:
     """Raise NotImplementedError for the first argument that was given a value other than none."""
     for name, value in arguments.items():
-        if value:
+        if value is not None and value is not False:
             raise NotImplementedError(
                 f"{name}={value!r} is not supported here: use "
                 "torch.nn.parallel.DistributedDataParallel for it"
@@ -36,7 +36,9 @@ def check_module(module: nn.Module) -> None:
 
 def check_gpu(module, device_ids, output_device) -> tuple[list[int] | None, int | None]:
     """Return ``device_ids`` and ``output_device`` as torch keeps them: as numbers of GPUs."""
-    if not device_ids and not output_device:
+    if not isinstance(device_ids, (list, tuple, type(None))):
+        raise TypeError(f"device_ids must be a list of one GPU, such as [0], not {device_ids!r}")
+    if not device_ids and output_device is None:
         return None, None
     devices = {param.device for param in module.parameters()}
     numbers = [_number(device) for device in device_ids or ()]
@@ -54,5 +56,7 @@ def _number(device: int | str | torch.device) -> int:
     """Return the number of a GPU; that of "cuda" is the current one's."""
     if isinstance(device, int):
         return device
-    index = torch.device(device).index
+    index, kind = torch.device(device).index, torch.device(device).type
+    if kind != "cuda":
+        return -1  # no GPU: refused by its place
     return torch.cuda.current_device() if index is None else index

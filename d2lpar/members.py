@@ -33,7 +33,7 @@ class Member:
         self.transport, self.timeout, self.memory = transport, timeout, memory
         self.channel = channel
         self.calls = self.lines = 0
-        self.has_joined = True  # False as long as its transport may yet be exchanged
+        self.has_joined = True  # False until it is known whether lanes take the place of messages
         self.joining = threading.Lock()
 
     def __del__(self):
@@ -62,7 +62,10 @@ def use_messages(group: dist.ProcessGroup | None = None, timeout: float | None =
     before = _members.get(group) or _members.get(dist.group.WORLD)
     timeout = timeout or (before.timeout if before else TIMEOUT)
     memory = before.memory if before and group is dist.group.WORLD else None
-    _members[group] = Member(messages_for(group), timeout, memory)
+    member = Member(messages_for(group), timeout, memory)
+    if group in _members:
+        member.lines = _members[group].lines  # which may still be in use
+    _members[group] = member
 
 
 def member_of(
@@ -90,7 +93,7 @@ def member_of(
 
 
 def _join(member: Member, timeout: float) -> None:
-    """Exchange messages for lanes where all members have a channel free; once, in one thread."""
+    """Let lanes take the place of messages if all members have a channel free; only once."""
     with member.joining:
         world = _members.get(dist.group.WORLD)
         memory = world and world.memory
@@ -104,7 +107,8 @@ def line_of(group: dist.ProcessGroup | None, timeout: float | None = None) -> Me
     """Return a line of its own in ``group``, to be passed to calls as their group.
 
     Called by all ranks of the group. It has lanes if the group has and a channel is free, else
-    messages with tags of its own, or, over NCCL, which knows no tags, a group of its own.
+    messages with tags of its own, or, over NCCL, which knows no tags, a group of its own. Messages
+    share the group's connections: once such a line has failed, the group is of no more use either.
     """
     member, timeout = member_of(group, timeout)
     group = group or dist.group.WORLD
@@ -114,7 +118,7 @@ def line_of(group: dist.ProcessGroup | None, timeout: float | None = None) -> Me
         if line := _with_lanes(member, memory, timeout):
             return line
     if not isinstance(member.transport, NcclMessages):
-        return Member(Messages(group, line=member.lines), member.timeout)
+        return Member(Messages(group, member.lines, member.transport), member.timeout)
     own = group_like(group)
     line = Member(messages_for(own), member.timeout)
     weakref.finalize(line, destroy, own)
@@ -139,8 +143,9 @@ def _with_lanes(member: Member, memory: SharedMemory, timeout: float) -> Member 
         return None
     member.calls += 1
     free = sum(1 << c for c in range(CHANNELS) if _is_free(memory, c, transport))
-    for theirs in agree(transport, member.calls, "find a channel", free, timeout):
-        free &= theirs
+    with transport.call("find a channel"):
+        for theirs in agree(transport, member.calls, "find a channel", free, timeout):
+            free &= theirs
     if not free:
         return None
     channel = free.bit_length() - 1

@@ -88,8 +88,8 @@ def allreduce(
 
     Raises:
         MismatchError: on every rank, when what they are about to do differs.
-        PeerError: a rank did not call or did not answer in time, gave up or is gone. It gives up,
-            and the group is of no more use, when it fails after the check.
+        PeerError: a rank did not call or did not answer in time, gave up or is gone. A rank
+            gives up when it fails after the check, and the group is then of no more use.
         BusyError: another thread of this rank has a call under way in this group, which is then of
             no more use.
         ValueError: ``op`` is unknown or not defined for the dtype; ``tensor`` requires gradients

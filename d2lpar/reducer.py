@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -77,7 +77,7 @@ class Reducer:
         if self._in_backward:  # the last backward pass was broken off by an error
             wait(self._futures)  # what it has sent is still read, until allreduce's timeout
             self._begin()
-            self._counts_anew = True
+            self._counts_anew, self._averages = True, False
         adds_up = self.by_rows and not self._counts_anew
         self._weight = weight + self._weight if adds_up else weight
         self._counts_anew = False
@@ -87,7 +87,7 @@ class Reducer:
         """Average in the next backward pass, and in each one that goes through ``output``."""
         self.connect()
         self._announce()
-        for tensor in tensors_of(vars(output) if is_dataclass(output) else output):
+        for tensor in _tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._announce)
 
@@ -197,6 +197,16 @@ def _on_gradient(me: weakref.ref, b: int, i: int, param: nn.Parameter) -> None:
     if reducer is not None and reducer._averages:
         with reducer._lock:
             reducer._gradient_is_ready(reducer.buckets[b], i)
+
+
+def _tensors_in(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output, of its dataclasses too."""
+    if is_dataclass(output):
+        output = [getattr(output, field.name) for field in fields(output)]
+    if isinstance(output, (list, tuple, dict)):
+        parts = output.values() if isinstance(output, dict) else output
+        return [tensor for part in parts for tensor in _tensors_in(part)]
+    return tensors_of(output)
 
 
 def _let_go(handles: list, sender: Sender) -> None:

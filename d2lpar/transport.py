@@ -177,7 +177,7 @@ class _Call:
     def _refuse(self, first: "_Call") -> NoReturn:
         names = {thread.ident: repr(thread.name) for thread in threading.enumerate()}
         self.transport.refusal = (
-            f"thread {names[self.thread]} called {self.words} while {first.words} of thread "
+            f"thread {names.get(self.thread)} called {self.words} while {first.words} of thread "
             f"{names.get(first.thread)} was under way: give each thread a group of its own"
         )
         error = BusyError(self.transport.refusal)
@@ -194,10 +194,13 @@ class Messages(Transport):
     Each one is started and waited for alone, so that a failure names its rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, line: int = 0):
+    def __init__(
+        self, group: dist.ProcessGroup, line: int = 0, groups_own: Transport | None = None
+    ):
         super().__init__(dist.get_rank(group), dist.get_process_group_ranks(group))
         self._group = weakref.ref(group)  # what is kept for a group must not keep it
         self.line = line  # messages of different lines do not meet
+        self.groups_own = groups_own  # the transport whose connections a further line shares
         self.staging = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -279,6 +282,8 @@ class Messages(Transport):
         for i in self.others:
             with suppress(RuntimeError):  # it is closed already, or not gloo's
                 self._wait(self._post([(dist.irecv, torch.empty(1), i)], END), deadline=0)
+        if isinstance(self.groups_own, Messages):
+            self.groups_own.broken = self.groups_own.broken or self.broken
 
 
 def group_like(group: dist.ProcessGroup | None, backend: str | None = None) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from d2lpar import members, ranks
 from d2lpar.lanes import CHANNELS, Lanes
-from d2lpar.launcher import launch
+from d2lpar.launcher import RankError, launch
 from d2lpar.members import destroy, line_of
 from d2lpar.transport import Messages, group_like
 
@@ -147,6 +147,30 @@ def test_lines_beyond_the_channels_send_messages():
         return sums, sum(isinstance(line.transport, Lanes) for line in lines)
 
     assert launch(use, 2, timeout=LIMIT) == [([1, 3, 5, 7, 9], CHANNELS - 1)] * 2
+
+
+def test_line_keeps_its_number_when_the_group_is_told_again_to_send_messages():
+    def use(rank, world_size):
+        ranks.use_messages()
+        first = line_of(None)
+        ranks.use_messages()
+        return first.transport.line, line_of(None).transport.line
+
+    assert launch(use, 2, timeout=LIMIT) == [(1, 2)] * 2
+
+
+def test_group_whose_connections_a_failed_line_has_closed_says_so():
+    def use(rank, world_size):
+        ranks.use_messages()
+        line = line_of(None)
+        try:
+            with line.transport.guard():
+                raise ArithmeticError("on this line")
+        except ArithmeticError:
+            ranks.barrier()
+
+    with pytest.raises(RankError, match="ArithmeticError: on this line"):
+        launch(use, 2, timeout=LIMIT)
 
 
 def test_groups_of_our_own_are_destroyed_where_that_is_safe():

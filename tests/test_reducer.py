@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 import weakref
+from dataclasses import dataclass
 
 import cloudpickle
 import pytest
@@ -63,6 +64,42 @@ def test_wrapper_that_is_dropped_before_backward_still_averages():
         return found
 
     assert launch(train, 2, timeout=LIMIT) == [[MEAN, 0, MEAN, 0]] * 2
+
+
+def test_no_sync_after_a_backward_pass_that_was_broken_off_does_not_average():
+    def train(rank, world_size):
+        module = nn.Sequential(linear(), linear())
+        model = DistributedDataParallel(module, bucket_cap_mb=1e-6)
+        broken = module[0].register_forward_hook(
+            lambda module, inputs, output: (output.register_hook(lambda grad: 1 / 0), output)[1]
+        )
+        output = model(rows(rank)).sum()
+        with pytest.raises(ZeroDivisionError):
+            output.backward()
+        broken.remove()
+        model.zero_grad()
+        with model.no_sync():
+            model(rows(rank)).sum().backward()
+        return module[1].weight.grad.item() / module[0].weight.item()
+
+    assert launch(train, 2, timeout=LIMIT) == pytest.approx([1, 2])
+
+
+def test_outputs_in_nested_dataclasses_hold_the_reducer():
+    def train(rank, world_size):
+        @dataclass(slots=True)
+        class Output:
+            parts: list
+
+        module = linear()
+        forward = module.forward
+        module.forward = lambda X: Output([Output([forward(X)])])
+        output = DistributedDataParallel(module)(rows(rank)).parts[0].parts[0]
+        gc.collect()
+        output.sum().backward()
+        return gradient(module)
+
+    assert launch(train, 2, timeout=LIMIT) == [MEAN] * 2
 
 
 def test_only_passes_of_the_wrapper_average_as_with_torch():
