@@ -1,4 +1,4 @@
-"""DataParallel: one process, a thread a device, and a module that is copied anew for every batch.
+"""DataParallel: one process, a thread for each device, a module copied again for every batch.
 
 Four functions do the work: ``scatter`` the batch, ``replicate`` the module, ``parallel_apply`` the
 replicas to the shards, ``gather`` the outputs. ``DataParallelModel`` is the first three of them in

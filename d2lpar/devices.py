@@ -55,6 +55,8 @@ def as_device(device: torch.device | str | int) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (AssertionError, RuntimeError) as error:  # which of them depends on how torch was built
+        if isinstance(error, torch.OutOfMemoryError):
+            raise  # it is there, and full
         gpus = f"GPUs 0 to {n - 1}" if (n := torch.cuda.device_count()) else "no GPU"
         problem = f"there is no device {device!r}: torch sees {gpus} here"
         raise ValueError(f'{problem}. "cpu" may be named several times instead') from error

@@ -2,10 +2,10 @@
 
 ``SplitModel`` puts stages on devices and moves what goes from one to the next; autograd moves the
 gradients back. Only one device works at a time. ``Pipeline`` cuts the batch, too, and follows a
-schedule, so that devices can work at the same time: on GPUs, whose calls return at once. There a
-copy from one to another waits for what both have been given to do before, and they for the copy,
-since all is on default streams; torchgpipe has streams for its copies. Not run on a GPU. Notebook
-06 builds this file. Source: Huang et al., GPipe (2019), and Kim et al., "torchgpipe" (2020).
+schedule, so that devices can work at the same time: on GPUs, whose calls return at once. There all
+work is in the default streams: a copy between two GPUs waits for what is queued on both, and both
+wait for the copy. torchgpipe gives copies streams of their own. Not run on a GPU. Notebook 06
+builds this file. Source: Huang et al., GPipe (2019), and Kim et al., "torchgpipe" (2020).
 """
 
 import time

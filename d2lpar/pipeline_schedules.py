@@ -1,6 +1,6 @@
 """Pipelines as data: which stage does what with which micro-batch, and when.
 
-A model is cut into stages, one a device, and a batch into micro-batches. A pipeline schedule is a
+A model is cut into stages, one per device, and a batch into micro-batches. A pipeline schedule is a
 function ``(num_stages, num_microbatches) -> ticks``. The ticks come one after the other; the
 actions of one tick happen at the same time. The same list is run on devices (``pipeline``) and by
 ranks (``distributed_pipeline``), walked with a clock (``predict``) and drawn (``plot.pipeline``).

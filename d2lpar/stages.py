@@ -97,7 +97,7 @@ def modules_of(parts: nn.Sequential | Sequence[nn.Module], name: str) -> list[nn
     parts = list(parts)
     for i, part in enumerate(parts):
         if not isinstance(part, nn.Module):
-            raise TypeError(f"{name}[{i}] is no module, but {part!r}")
+            raise TypeError(f"{name}[{i}] is not a module: {part!r}")
     return parts
 
 

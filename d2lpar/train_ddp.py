@@ -269,7 +269,7 @@ def _flaw(args, tensors: dict, info: dict, expected: dict, num_batches: int) -> 
     for name, value in _identity(args).items():
         if info.get(name) != value:
             other = f"it is of a run with {name} {info.get(name)}, and this one has {value}"
-            return f"{other}: give the same, or leave out --resume"
+            return f"{other}: give the same, or another --checkpoint"
     for name in {**expected, **tensors}:
         found, wanted = _kind(tensors.get(name)), _kind(expected.get(name))
         if found != wanted:

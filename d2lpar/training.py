@@ -1,4 +1,4 @@
-"""Data-parallel training: a replica a device, a shard of every batch for each, one allreduce.
+"""Data-parallel training: a replica and a shard of every batch for each device, one allreduce.
 
 ``get_params``, ``split_batch``, ``train_batch`` and ``train`` are those of Dive into Deep Learning,
 section "Training on Multiple GPUs", made to hold on virtual devices too. Notebook 02 builds this
@@ -132,7 +132,7 @@ class History:
     num_epochs: int
     devices: str  # what the devices are
     hardware: str  # what they run on
-    device_params: list[list[torch.Tensor]] = field(repr=False)  # one replica a device
+    device_params: list[list[torch.Tensor]] = field(repr=False)  # one replica per device
     loss: list[float] = field(default_factory=list)  # mean over the examples of the epoch
     accuracy: list[float] = field(default_factory=list)  # on the test set, after the epoch
     seconds: list[float] = field(default_factory=list)  # of the epoch's training, testing aside
@@ -177,7 +177,7 @@ def train(
         batch_size: rows of a batch, over all devices together.
         lr: the learning rate, for the gradient averaged over the batch.
         num_epochs: passes over the training set.
-        allreduce: sums a list of gradients, one a device, in place.
+        allreduce: sums a list of gradients, one per device, in place.
         seed: of the parameters and of the order of the examples: the same seed means the same
             start and the same batches for every number of devices.
         on_progress: called with the history so far after every epoch.

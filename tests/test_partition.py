@@ -164,6 +164,6 @@ def test_a_module_whose_layers_are_in_no_known_order_is_refused():
         TypeError, match=r"the model must be an nn.Sequential .* not a Net: only its"
     ):
         cut(Net(), 2)
-    with pytest.raises(TypeError, match=r"the model\[1\] is no module, but <built-in"):
+    with pytest.raises(TypeError, match=r"the model\[1\] is not a module: <built-in"):
         cut([nn.Linear(2, 2), torch.relu], 2)
     assert sizes(cut(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]), 2)) == [1, 1]

@@ -499,7 +499,7 @@ def test_a_model_is_not_taken_for_its_stages():
     model = nn.ModuleDict({"layer": nn.Linear(6, 5)})
     with pytest.raises(TypeError, match=r"stages must be an nn.Sequential or a list .* not a Modu"):
         Pipeline(model, ["cpu"], nn.MSELoss(), 2)
-    with pytest.raises(TypeError, match=r"stages\[1\] is no module, but <built-in"):
+    with pytest.raises(TypeError, match=r"stages\[1\] is not a module: <built-in"):
         SplitModel([nn.Linear(6, 5), torch.relu], ["cpu"] * 2)
 
 

@@ -47,7 +47,10 @@ def _shown(value: Any) -> Any:
 def refresh(notebooks: Path, work: Path) -> list[str]:
     """Bring all files to ``work``; return a line for each that was placed beside a copy."""
     record = work / ".copies.json"
-    known = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    try:
+        known = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none yet, or cut short: then every copy counts as changed
+        known = {}
     lines = []
     for source in sorted(notebooks.rglob("*")):
         name = source.relative_to(notebooks)
@@ -59,7 +62,9 @@ def refresh(notebooks: Path, work: Path) -> list[str]:
                 f"{name}: you have changed your copy, so the new one is beside it: {placed}"
             )
     work.mkdir(exist_ok=True)
-    record.write_text(json.dumps(known, indent=1), encoding="utf-8")
+    temporary = record.with_suffix(".tmp")
+    temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
+    temporary.replace(record)
     return lines
 
 
