@@ -42,8 +42,10 @@ def _scatter(inputs: Any, devices: list[torch.device], dim: int, kind: str) -> l
         shards = [inputs] if k == 1 else _split(inputs, k, dim)
         src, back = position(inputs.device, devices), f"gradient of {kind}"
         return [move(shards[i], devices[i], src, i, kind, back) for i in range(k)]
-    if isinstance(inputs, PackedSequence) and k > 1:
-        raise TypeError("cannot split a PackedSequence by rows: pass padded sequences, lengths")
+    if isinstance(inputs, PackedSequence):
+        if k > 1:
+            raise TypeError("cannot split a PackedSequence by rows: pass padded sequences, lengths")
+        return [inputs.to(devices[0])]  # its batch_sizes stay on the CPU
     if isinstance(inputs, (tuple, list, dict)):
         parts = [_scatter(part, devices, dim, kind) for part in parts_of(inputs)]
         return [rebuild(inputs, [shards[i] for shards in parts]) for i in range(k)]

@@ -282,6 +282,8 @@ def test_a_packed_sequence_is_not_cut():
         scatter(nn.utils.rnn.pack_sequence([rows(3)]), [CPU] * 2)
     [alone] = scatter(PACKED, [CPU])
     assert type(alone) is type(PACKED) and torch.equal(alone.data, PACKED.data)
+    [moved] = scatter(PACKED, ["meta"])  # in place of a GPU
+    assert moved.data.is_meta and moved.batch_sizes.device.type == "cpu"
 
 
 def test_gather_names_a_dimension_that_is_not_there():
