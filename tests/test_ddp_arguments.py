@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from d2lpar import DistributedDataParallel
-from d2lpar.ddp_arguments import check_gpu
+from d2lpar.ddp_arguments import check_gpu, refuse
 from d2lpar.launcher import launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -171,3 +171,21 @@ def test_gpu_of_the_module_may_be_named():
         assert check_gpu(module, device_ids, None) == ([0], 0)
     with pytest.raises(ValueError, match="on cuda:0"):
         check_gpu(module, [1], None)
+
+
+@pytest.mark.parametrize("value", [[], torch.zeros(1), torch.ones(2), 0])
+def test_what_is_refused_is_refused_whatever_its_truth_value(value):
+    with pytest.raises(NotImplementedError, match="param_to_hook_all_reduce="):
+        refuse(mixed_precision=None, batched=False, param_to_hook_all_reduce=value)
+
+
+@pytest.mark.parametrize("device_ids", [0, 1, "cuda"])
+def test_device_ids_must_be_a_list(device_ids):
+    with pytest.raises(TypeError, match="device_ids must be a list of one GPU"):
+        check_gpu(nn.Linear(1, 1), device_ids, None)
+
+
+@pytest.mark.parametrize("given", [(["cpu"], None), (None, 0)])
+def test_a_place_for_a_module_on_the_cpu_is_refused(given):
+    with pytest.raises(ValueError, match="but the module is on cpu"):
+        check_gpu(nn.Linear(1, 1), *given)

@@ -265,3 +265,12 @@ def test_moving_between_a_gpu_and_the_host():
         y = move(torch.ones(4), torch.device("cuda", 0), "host", 0)
     assert y.device == torch.device("cuda", 0)
     assert ledger.bytes == {("host", 0): 16}
+
+
+def test_a_device_that_is_full_is_not_called_absent(monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        as_device("cuda:0")

@@ -148,3 +148,12 @@ def test_the_lab_opens_the_copies_and_asks_nothing_about_news():
     schemas = Path(sysconfig.get_path("data"), "share", "jupyter", "lab", "schemas")
     schema = schemas.joinpath(*plugin.split(":")).with_suffix(".json")
     assert "false" in str(json.loads(schema.read_text())["properties"]["fetchNews"])
+
+
+def test_a_record_that_was_cut_short_loses_no_change(folders):
+    work_copies.refresh(*folders)
+    copy = folders[1] / "01_a.ipynb"
+    save(copy, ["mine"])
+    (folders[1] / ".copies.json").write_text('{"01_a')
+    work_copies.refresh(*folders)
+    assert source(copy) == ["mine"]
