@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import gc
 import json
 import multiprocessing
@@ -979,3 +980,9 @@ def test_what_the_callers_stdout_cannot_encode_is_escaped():
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=LIMIT
     )
     assert ran.stdout == "[rank 0] a \\u2192 b\n", ran.stderr
+
+
+def test_server_that_has_just_ended_is_named():
+    words = "has just ended; call launch again"
+    with pytest.raises(RuntimeError, match=words), launcher._named_causes():
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")

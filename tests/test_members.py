@@ -173,6 +173,17 @@ def test_group_whose_connections_a_failed_line_has_closed_says_so():
         launch(use, 2, timeout=LIMIT)
 
 
+def test_line_is_not_begun_while_another_call_is_under_way():
+    def use(rank, world_size):
+        transport = ranks.member_of(None, None)[0].transport
+        with pytest.raises(ranks.BusyError), transport.call("held"):
+            line_of(None, timeout=5)
+        return transport.refusal
+
+    for refusal in launch(use, 2, timeout=LIMIT):
+        assert "called find a channel while held" in refusal
+
+
 def test_groups_of_our_own_are_destroyed_where_that_is_safe():
     def use(rank, world_size):
         def groups():

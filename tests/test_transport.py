@@ -1,5 +1,6 @@
 """Messages over torch.distributed: in order, as they were when they were sent, and loud if late."""
 
+import _thread
 import sys
 import threading
 import time
@@ -267,3 +268,21 @@ def test_one_thread_may_call_after_the_other():
 def test_peer_errors_are_runtime_errors():
     error = PeerError("ranks 1, 3 did not call", [1, 3])
     assert isinstance(error, RuntimeError) and error.ranks == (1, 3)
+
+
+def test_thread_that_python_does_not_know_is_refused_too():
+    transport, told, done = Transport(0, [0]), [], threading.Event()
+    transport._announce = lambda error: None
+
+    def second():
+        try:
+            with transport.call("second"):
+                pass
+        except Exception as error:
+            told.append(error)
+        done.set()
+
+    with pytest.raises(BusyError), transport.call("first"):
+        _thread.start_new_thread(second, ())
+        assert done.wait(30)
+    assert isinstance(told[0], BusyError)
