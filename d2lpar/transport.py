@@ -213,7 +213,9 @@ class Messages(Transport):
         theirs = mine.repeat(len(self.ranks), 1)
         moves = [(dist.isend, mine, i) for i in self.others]
         moves += [(dist.irecv, theirs[i], i) for i in self.others]
-        self._wait(self._post(moves, NOTES), deadline)
+        works = self._post(moves, NOTES)
+        # Receives first: when a connection breaks, gloo does not wake who is in the midst of a send
+        self._wait(works[::-1], deadline)
         return [row.numpy().tobytes() for row in theirs.cpu()]
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:

@@ -1,9 +1,11 @@
 """Messages over torch.distributed: in order, as they were when they were sent, and loud if late."""
 
 import _thread
+import contextlib
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import cloudpickle
 import pytest
@@ -12,6 +14,8 @@ import torch.distributed as dist
 
 from d2lpar.launcher import launch
 from d2lpar.transport import (
+    END,
+    NOTES,
     PIECE_BYTES,
     BusyError,
     Messages,
@@ -201,6 +205,27 @@ def test_a_rank_that_gives_up_is_named_at_once():
     for kind, text, ranks in (first, last):
         assert (kind, ranks) == ("PeerError", (1,))
         assert "rank 1 did not answer in time, is gone or gave up, or waits itself" in text
+
+
+def test_a_connection_that_breaks_while_a_note_is_being_sent_is_noticed_at_once():
+    def check(rank, k):
+        group = dist.new_group()
+        transport = Messages(group)
+        transport.tell(b"all are there", 30)
+        note = bytes(2**26)
+        if rank == 0:
+            wait = transport._wait
+            transport._wait = lambda *args: (dist.send(torch.empty(1), 1), wait(*args))
+            return failure(transport.tell, note, 8)
+        landing = torch.empty(len(note), dtype=torch.uint8)
+        dist.recv(torch.empty(1), 0)  # rank 0 waits now
+        dist.irecv(landing, 0, group, NOTES)  # and its note sets out
+        with contextlib.suppress(RuntimeError):  # a wait in vain closes the connection
+            dist.irecv(torch.empty(1), 0, group, END).wait(timedelta(milliseconds=1))
+
+    kind, text, named = launch(check, 2)[0]
+    assert (kind, named) == ("PeerError", (1,))
+    assert "Timed out" not in text
 
 
 # One call at a time.
