@@ -32,10 +32,11 @@ class Bucket:
     ):
         self.number, self.params, self.dtype, self.device = number, params, dtype, device
         self.ready: set[int] = set()  # which gradients backward has made
-        sizes = [param.numel() for param in params]
-        self.flat = torch.zeros(sum(sizes) + extra, dtype=dtype, device=device)
-        *views, self.manifest = self.flat.split([*sizes, extra])
-        self.views = [_like(view, param) for view, param in zip(views, params, strict=True)]
+        self.sizes = [param.numel() for param in params]
+        self.flat = torch.zeros(sum(self.sizes) + extra, dtype=dtype, device=device)
+        self.values, self.manifest = self.flat.split([sum(self.sizes), extra])
+        self.views = self._views_of(self.values)
+        self._buffer = self.values  # or what a hook has put in its place
 
     @property
     def is_full(self) -> bool:
@@ -45,6 +46,7 @@ class Bucket:
     @torch.no_grad()
     def fill(self, weight: float) -> None:
         """Put every gradient, times ``weight``, into its place: one copy; a missing one is zero."""
+        self._buffer = self.values
         for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
             if grad is None or weight == 0:  # the mean over no rows is not a number
@@ -71,15 +73,15 @@ class Bucket:
 
     def buffer(self) -> torch.Tensor:
         """Return all gradients as one flat tensor."""
-        return self.flat[: len(self.flat) - len(self.manifest)]
+        return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Put other numbers into the buffer."""
-        self.buffer().copy_(buffer)
+        """Let a hook that this one calls see another buffer, of any dtype."""
+        self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
         """Return a view of the buffer for each parameter, with its shape."""
-        return self.views
+        return self._views_of(self._buffer)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters, in the order of their gradients."""
@@ -92,6 +94,10 @@ class Bucket:
     def is_last(self) -> bool:
         """Whether no bucket follows in this pass."""
         return len(self.manifest) > 0
+
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = flat.split(self.sizes)
+        return [_like(part, param) for part, param in zip(parts, self.params, strict=True)]
 
 
 def _like(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,7 @@ class Reducer:
                 ranks.allreduce(bucket.flat, group=self._line)
             else:
                 state, function = self.hook
-                bucket.set_buffer(function(state, bucket).wait())
+                bucket.values.copy_(function(state, bucket).wait())
                 ranks.allreduce(bucket.manifest, group=self._line)
         if self.timeline is not None:
             self.timeline.append((bucket.number, begin, time.perf_counter()))

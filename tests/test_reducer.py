@@ -305,6 +305,10 @@ def test_hooks_of_torch_do_what_they_do_with_torchs():
             "allreduce": (default_hooks.allreduce_hook, lambda: None),
             "group": (default_hooks.allreduce_hook, lambda: dist.group.WORLD),
             "fp16": (default_hooks.fp16_compress_hook, lambda: None),
+            "wrapped": (
+                default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+                lambda: None,
+            ),
             "powerSGD": (powerSGD_hook.powerSGD_hook, power),
         }
         plain = run(DistributedDataParallel, None, None)
@@ -317,7 +321,8 @@ def test_hooks_of_torch_do_what_they_do_with_torchs():
     for found in launch(train, 2, timeout=LIMIT):
         assert all(from_torch < 1e-5 for from_torch, _ in found.values()), found
         assert found["allreduce"][1] == found["group"][1] == 0
-        assert 0 < found["fp16"][1] < 1e-3 and found["powerSGD"][1] > 1e-3
+        assert 0 < found["fp16"][1] < 1e-3 and 0 < found["wrapped"][1] < 1e-3
+        assert found["powerSGD"][1] > 1e-3
 
 
 def test_hook_is_called_for_each_bucket_and_may_keep_a_state():
