@@ -3,7 +3,7 @@
 A picture is SVG with an alternative text, which a notebook shows as a cell's last expression and
 ``save`` writes to a file. The same call gives the same bytes. Both drawings are written as SVG
 directly: they are up to thousands of marks that must sit to the pixel. Colour is never the only
-sign: places, dashes and labels say the same. Only ``plot`` and what it draws import this file.
+sign: places, dashes and labels say the same. Only ``plot``, ``figures`` and ``gantt`` import it.
 """
 
 import base64
@@ -45,8 +45,10 @@ Thicker arrow: more bytes.""".splitlines()
 class Picture:
     """An SVG and what it says in words: a notebook shows the one, a terminal prints the other.
 
-    What matplotlib drew is also kept as its ``figure``, to restyle and to save in other formats:
-    ``picture.figure.savefig("x.pdf")``.
+    What matplotlib drew is also kept as its ``figure``, to restyle
+    (``picture.figure.axes[0].set_title("Mine", loc="left")``), to save in other formats
+    (``picture.figure.savefig("x.pdf")``), and to show as the last expression of a cell, after
+    ``%matplotlib inline``.
     """
 
     svg: str
@@ -58,7 +60,7 @@ class Picture:
         Path(path).write_text(self.svg, encoding="utf-8")
 
     def png(self) -> bytes:
-        """Render the picture as a PNG of twice the size with 64 colours, in 0.1 to 1 s.
+        """Render the picture as a PNG of twice the size with 64 colours, in about 0.1 to 1 s.
 
         No font of the machine is used: with the same packages the bytes are the same everywhere.
         """

@@ -178,11 +178,9 @@ def _sequence(form: str, steps: Sequence, width: float, most: int) -> tuple[str,
 
 def _sent(step) -> str:
     """Say how many bytes a step sends in all, with three digits: 1.55 MB."""
-    total = sum(step.bytes.values())
+    total = int(float(f"{sum(step.bytes.values()):.3g}"))
     power = min(3, max(0, (len(str(total)) - 1) // 3))
-    return (
-        f"{float(f'{total / 1000**power:.3g}'):g} {('B', 'kB', 'MB', 'GB')[power]}" if total else ""
-    )
+    return f"{total / 1000**power:g} {('B', 'kB', 'MB', 'GB')[power]}" if total else ""
 
 
 def _node(left: float, node: int, environment: str, gpus: list[int]) -> str:

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 from xml.sax.saxutils import escape
@@ -198,7 +199,7 @@ def _finish_bars(axes: Axes, names: Mapping, unit: str | None) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.margins(x=0.3)  # room for the words
-    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_locator(MaxNLocator(4 if len(axes.figure.axes) < 3 else 2))
     axes.xaxis.set_major_formatter(lambda value, _: _quantity(value, unit))
 
 
@@ -249,10 +250,9 @@ def _scale(axis: Axis, values: list[float], log: bool, unit: str | None) -> None
             raise ValueError(f"a logarithmic axis cannot show {min(values)}")
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
         few = (1.0,) if max(values) > 100 * min(values) else (1.0, 2.0, 5.0)
-        counts = whole and unit is None and len(set(values)) <= 8  # k: 2, 4, 8
-        axis.set_major_locator(
-            FixedLocator(sorted(set(values))) if counts else LogLocator(subs=few)
-        )
+        marks = sorted(set(values)) if whole and unit is None else []  # k: 2, 4, 8
+        apart = 0 < len(marks) <= 8 and all(b > 1.3 * a for a, b in pairwise(marks))
+        axis.set_major_locator(FixedLocator(marks) if apart else LogLocator(subs=few))
         axis.set_minor_locator(NullLocator())
     elif whole and unit is None:
         axis.set_major_locator(MaxNLocator(integer=True))
@@ -288,8 +288,8 @@ def images(X: torch.Tensor, titles: Sequence[str] = (), columns: int = 8) -> Pic
 class Board:
     """The live board: ``train(…, on_progress=Board())`` draws loss and accuracy after every epoch.
 
-    It updates one display, at most once in ``interval`` seconds and after a run's last epoch, when
-    it adds the PNG, which takes longer. ``picture`` is what it drew last, in a notebook or not.
+    It updates one display, at most once in ``interval`` seconds and after a run's last epoch. Only
+    then does it add the PNG, which takes longer. ``picture`` is what it drew last, PNG and all.
     """
 
     def __init__(self, title: str = "", interval: float = 0.3):

@@ -1,4 +1,4 @@
-"""The settings of ``make test-everywhere`` reach what they should, and each file is in or out."""
+"""The settings of ``make test-everywhere`` reach what they should, and what is left out exists."""
 
 import subprocess
 import sys

@@ -228,7 +228,14 @@ def test_too_many_iterations_or_none_are_refused(forms):
 
 @pytest.mark.parametrize(
     ("nbytes", "words"),
-    [(1, "1 B"), (999, "999 B"), (1000, "1 kB"), (1_554_000, "1.55 MB"), (2 * 10**12, "2000 GB")],
+    [
+        (1, "1 B"),
+        (999, "999 B"),
+        (999_999, "1 MB"),
+        (1000, "1 kB"),
+        (1_554_000, "1.55 MB"),
+        (2 * 10**12, "2000 GB"),
+    ],
 )
 def test_bytes_are_told_with_three_digits(nbytes, words):
     assert f"1. send, {words}." in iteration({"A": [Step("send", {(0, 1): nbytes})]}).alt

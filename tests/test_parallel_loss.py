@@ -34,10 +34,6 @@ def labels(*shape, ignored=(), index=-100):
     return target
 
 
-def signs(n):
-    return randn(n, seed=4).sign()
-
-
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 

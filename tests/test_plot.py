@@ -13,9 +13,8 @@ import torch
 from PIL import Image
 
 from d2lpar import drawing, plot
-from d2lpar.schedules import direct, halving_doubling, ring, star, tree
+from d2lpar.schedules import ring, tree
 
-SCHEDULES = [star, ring, tree, direct, halving_doubling]
 SVG = "{http://www.w3.org/2000/svg}"
 STAR_BYTES = {(0, 1): 4_000_000, (0, 2): 4_000_000, (1, 0): 4_000_000, (2, 0): 1_500}
 
@@ -102,13 +101,23 @@ def test_words_and_colours_are_in_the_png():
 @pytest.mark.parametrize("name", ["curves", "bars", "stacks", "links"])
 def test_a_chart_gives_its_figure_to_restyle_and_save(name, tmp_path):
     picture = PICTURES[name]()
-    picture.figure.axes[0].set_title("Mine")
+    picture.figure.axes[0].set_title("Mine", loc="left")
     picture.figure.savefig(tmp_path / "chart.pdf")
     picture.figure.savefig(tmp_path / "chart.svg", metadata={"Date": None})
     assert (tmp_path / "chart.pdf").read_bytes().startswith(b"%PDF")
-    assert "Mine" in (tmp_path / "chart.svg").read_text()
+    saved = (tmp_path / "chart.svg").read_text()
+    assert "Mine" in saved and "star" not in saved
     assert "Mine" not in picture.svg
     assert PICTURES["schedule"]().figure is None
+
+
+def test_the_numbers_along_an_axis_keep_apart():
+    xs = [1, 2, 4, 8, 1000, 1001]
+    curves = plot.curves({"a": (xs, xs)}, "x", "y", log_x=True)
+    links = plot.links({name: {(0, 1): 150_000_000} for name in "abcd"})
+    for picture in (curves, links):
+        assert list(text_layout.complaints(picture.svg)) == []
+    assert {"2", "4", "8"} <= set(texts(plot.curves({"a": (xs[:4],) * 2}, "", "", log_x=True)))
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,18 @@ def test_a_copy_that_was_only_opened_and_saved_is_renewed(folders):
     assert names(work) == ["01_a.ipynb"] and source(work / "01_a.ipynb") == ["second"]
 
 
+def test_a_copy_that_was_given_a_tag_counts_as_changed(folders):
+    notebooks, work = folders
+    work_copies.refresh(*folders)
+    tagged = json.loads((work / "01_a.ipynb").read_text())
+    tagged["cells"][0]["metadata"] = {"tags": ["mine"]}
+    (work / "01_a.ipynb").write_text(json.dumps(tagged))
+    save(notebooks / "01_a.ipynb", "second")
+    assert len(work_copies.refresh(*folders)) == 1
+    assert names(work) == ["01_a.ipynb", "01_a.new.ipynb"]
+    assert json.loads((work / "01_a.ipynb").read_text()) == tagged
+
+
 @pytest.mark.parametrize("mine", [("mine", "1\n"), ("first", "2\n")], ids=["source", "output"])
 def test_a_copy_that_was_changed_stays_and_what_is_new_comes_beside_it(folders, mine):
     notebooks, work = folders

@@ -98,7 +98,8 @@ def end_what_hangs(idle_limit: float, notebook_limit: float):
 
     On a busy machine a cell may take any time, and is not stopped for it. Processes that have used
     less than a hundredth of a core during ``idle_limit`` seconds wait for something that does not
-    come. Those that compute forever meet ``notebook_limit``.
+    come. Those that compute forever meet ``notebook_limit``. A process whose parent has ended is
+    not seen.
     """
     begin, reasons, over = time.monotonic(), [], threading.Event()
     then, before = begin, 0.0  # when progress was last seen, and the CPU seconds used by then
@@ -146,10 +147,6 @@ def normalise(nb: NotebookNode) -> NotebookNode:
     nb.metadata = nbformat.from_dict(METADATA)
     for cell in nb.cells:
         cell.metadata.pop("execution", None)
-        for output in cell.get("outputs", []):
-            svg = output.get("data", {}).get("image/svg+xml")
-            if svg:
-                output.data["image/svg+xml"] = re.sub(r"\s*<dc:date>.*?</dc:date>", "", svg)
     return nb
 
 

@@ -34,10 +34,11 @@ def digest(path: Path) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Leave out what JupyterLab changes unasked: metadata, counts, how a text is cut into lines."""
+    """Leave out what JupyterLab changes unasked: counts, how a text is cut, metadata but tags."""
     if isinstance(value, dict):
         kept = value.keys() - {"metadata", "execution_count"}
-        return {key: _shown(value[key]) for key in kept}
+        tags = value.get("metadata", {}).get("tags", [])
+        return {key: _shown(value[key]) for key in kept} | ({"tags": tags} if tags else {})
     if isinstance(value, list):
         texts = all(isinstance(item, str) for item in value)
         return "".join(value) if texts else [_shown(item) for item in value]
