@@ -32,6 +32,7 @@ def networks() -> dict:
 def measure(rank: int, world_size: int, name: str, rounds: int) -> dict:
     """Return the seconds of each round, the slowest rank's, of torch's and of ours."""
     import time
+    from concurrent.futures import ThreadPoolExecutor
 
     import torch
     import torch.distributed as dist
@@ -41,17 +42,21 @@ def measure(rank: int, world_size: int, name: str, rounds: int) -> dict:
 
     make, X = networks()[name]
 
-    def over_slow_link(state, bucket):
-        time.sleep(bucket.buffer().nbytes / LINK)
-        d2lpar.ranks.allreduce(bucket.buffer(), op="mean")
+    def over_slow_link(link, bucket):
         future = torch.futures.Future()
-        future.set_result(bucket.buffer())
+
+        def send():
+            time.sleep(bucket.buffer().nbytes / LINK)
+            d2lpar.ranks.allreduce(bucket.buffer(), op="mean")
+            future.set_result(bucket.buffer())
+
+        link.submit(send)
         return future
 
     slow = d2lpar.DistributedDataParallel(make())
-    slow.register_comm_hook(None, over_slow_link)
+    slow.register_comm_hook(ThreadPoolExecutor(1), over_slow_link)
     slow_naive = d2lpar.DistributedDataParallel(make(), bucket_cap_mb=1e6)  # one, full at the end
-    slow_naive.register_comm_hook(None, over_slow_link)
+    slow_naive.register_comm_hook(ThreadPoolExecutor(1), over_slow_link)
     models = {
         "torch": DistributedDataParallel(make()),
         "ours": d2lpar.DistributedDataParallel(make()),

@@ -18,8 +18,8 @@ class Bucket:
     bucket has room for the *manifest* behind them: for each parameter of all buckets, how many
     ranks have used it; and the rows of all ranks.
 
-    ``buffer``, ``gradients``, ``parameters``, ``index`` and ``is_last`` are those of torch's
-    ``GradBucket``, for communication hooks.
+    ``buffer``, ``set_buffer``, ``gradients``, ``parameters``, ``index`` and ``is_last`` are those
+    of torch's ``GradBucket``, for communication hooks.
     """
 
     def __init__(

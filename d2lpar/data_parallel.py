@@ -299,7 +299,8 @@ class DataParallel(DataParallelModel):
         super().__init__(module, renamed(device_ids, devices), dim)
         if self.devices:
             there = self.devices[0] if output_device is None else output_device
-            [self._there], [self.output_device] = chosen_devices([there])
+            [self._there] = check_devices([there])
+            self.output_device = self._there.index if self._there.type == "cuda" else self._there
 
     def forward(self, *args, **kwargs) -> Any:
         """Return the module's output for the whole batch."""

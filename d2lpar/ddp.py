@@ -17,6 +17,7 @@ from torch import nn
 
 from . import ranks
 from .ddp_arguments import check_gpu, check_module, refuse, refuse_groups
+from .members import check_group
 from .reducer import Reducer, naming_join
 from .scattering import scatter
 from .state_sharing import share_buffers, share_state
@@ -62,9 +63,10 @@ class DistributedDataParallel(nn.Module):
     keeps a ``.grad`` of None. A copy (``copy.deepcopy``, pickle, ``torch.save``) is a wrapper of
     its own, without a communication hook.
 
-    Not as in torch: a second backward pass through an output averages, too. Checkpointing needs
-    ``use_reentrant=False``. Hooks on gradients must be registered before, since a gradient may be
-    sent as soon as it is there. The first three objects get lanes, further ones send messages.
+    Not as in torch: every backward pass through an output averages, not only the first one after a
+    forward pass. With ``use_reentrant=True`` a layer may be checkpointed once in a pass. Hooks on
+    gradients must be registered before, since a gradient may be sent as soon as it is there. The
+    first three objects get lanes, further ones send messages.
 
     Args:
         module: of the same parameters and buffers on all ranks, none of them lazy.
@@ -96,7 +98,10 @@ class DistributedDataParallel(nn.Module):
         ValueError: on every rank, when the modules differ, naming the first difference; no
             parameter requires gradients, or one is lazy; an argument is out of range; from a call,
             when a parameter was unfrozen; from ``backward``, when a gradient is sparse.
+        TypeError: an argument is of the wrong type, or in another one's place.
         NotImplementedError: an argument is refused.
+        RuntimeError: from ``backward``, with ``create_graph``, or when a gradient comes twice; from
+            a copy, when ``process_group`` is not all ranks.
         MismatchError, PeerError: see ``ranks.allreduce``; from ``backward`` too.
     """
 
@@ -137,6 +142,8 @@ class DistributedDataParallel(nn.Module):
         )
         refuse_groups(device_ids=device_ids, init_sync=init_sync)
         if group is not None:
+            if process_group is not None:
+                raise TypeError("group is the old name of process_group: pass one of them")
             warnings.warn("group is now process_group", DeprecationWarning, stacklevel=2)
             process_group = group
         if weight not in ("equal", "rows"):
@@ -145,7 +152,7 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(f"bucket_cap_mb must be positive, not {bucket_cap_mb!r}")
         check_module(module)
         self.device_ids, self.output_device = check_gpu(module, device_ids, output_device)
-        ranks.member_of(process_group, None)  # an error here where there is no such group
+        check_group(process_group)
         self.module, self.dim, self.static_graph = module, dim, static_graph
         self.process_group = process_group or dist.group.WORLD
         self.find_unused_parameters = find_unused_parameters
@@ -195,7 +202,7 @@ class DistributedDataParallel(nn.Module):
                     raise ValueError(f"{name} was unfrozen after wrapping: wrap the module again")
             self.reducer.prepare(self._weight(args, kwargs))
         if self.device_ids:
-            [(args, kwargs)] = scatter((args, kwargs), [torch.device("cuda", *self.device_ids)])
+            [(args, kwargs)] = scatter((args, kwargs), [torch.device("cuda", self.device_ids[0])])
         output = self.module(*args, **kwargs)
         if averages:
             self.reducer.expect(output)
@@ -223,11 +230,11 @@ class DistributedDataParallel(nn.Module):
         """Let ``hook(state, bucket)`` reduce each bucket, and return a ``torch.futures.Future``.
 
         The future's tensor takes the place of ``bucket.buffer()``, which is not yet divided by the
-        number of ranks. ``bucket`` has the methods of torch's ``GradBucket``. The hook is called in
-        the communication thread, for one bucket after the other, so it may block.
+        number of ranks. ``bucket`` has the methods of torch's ``GradBucket``. The hook is called by
+        backward, for one bucket after the other: until it returns, backward waits.
 
         Raises:
-            TypeError: hook is no function.
+            TypeError: hook is no function; from backward, it has returned no future.
             RuntimeError: there is one already.
             ValueError: weight is "rows", for which we reduce ourselves.
         """
@@ -241,7 +248,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def timeline(self) -> list | None:
-        """None; or the list that is given (bucket, begin, end) for each message."""
+        """See the class."""
         return self.reducer.timeline
 
     @timeline.setter
@@ -276,11 +283,11 @@ class DistributedDataParallel(nn.Module):
         """Let ranks have different numbers of batches, for the loop that is inside.
 
         A rank that has left the loop goes on to send zeros until all have left; then all take the
-        parameters and buffers of a rank that was among the last. The sum of gradients is divided by
-        the number of all ranks, or, if ``divide_by_initial_world_size`` is False, by that of the
-        ranks that still have batches. With ``weight="rows"`` it is always divided by the rows. If
-        ``throw_on_early_termination``, all raise a RuntimeError as soon as one has left the loop.
-        Unless ``enable``, nothing is done.
+        parameters of a rank that was among the last, and its buffers if they are broadcast. The sum
+        of gradients is divided by the number of all ranks, or, if ``divide_by_initial_world_size``
+        is False, by that of the ranks that still have batches. With ``weight="rows"`` it is always
+        divided by the rows. If ``throw_on_early_termination``, all raise a RuntimeError as soon as
+        one has left the loop. Unless ``enable``, nothing is done.
 
         Every forward pass with gradients enabled must be followed by its backward pass.
         """
@@ -296,7 +303,8 @@ class DistributedDataParallel(nn.Module):
                     self.reducer.finish(absent=True)
                 self.require_forward_param_sync = plans.averages
             if enable:
-                for tensor in [*self.module.parameters(), *self.module.buffers()]:
+                buffers = self.module.buffers() if self.broadcast_buffers else ()
+                for tensor in [*self.module.parameters(), *buffers]:
                     ranks.broadcast(tensor.detach(), self._source, self.process_group)
         finally:
             self._joins, self._shrinks, self._active = False, False, self._ranks
@@ -314,6 +322,7 @@ class DistributedDataParallel(nn.Module):
     # Copies
 
     def __getstate__(self) -> dict:
+        check_group(None)
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError(
                 "only a DistributedDataParallel of all ranks can be copied or saved: copy .module, "
@@ -324,7 +333,7 @@ class DistributedDataParallel(nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        ranks.member_of(None, None)  # an error here where there is no process group
+        check_group(None)
         self.process_group = dist.group.WORLD
         self._attach()
 

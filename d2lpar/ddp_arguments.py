@@ -9,7 +9,7 @@ from torch import nn
 
 
 def refuse(**arguments) -> None:
-    """Raise NotImplementedError for the first argument that was given a value other than none."""
+    """Raise NotImplementedError for the first argument that is neither None nor False."""
     for name, value in arguments.items():
         if value is not None and value is not False:
             raise NotImplementedError(

@@ -72,10 +72,7 @@ def member_of(
     group: "dist.ProcessGroup | Member | None", timeout: float | None
 ) -> tuple[Member, float]:
     """Return what this rank keeps for ``group``, and for how long to wait: for a module of ours."""
-    if not dist.is_initialized():
-        raise ValueError("there is no process group: call this inside launch or under torchrun")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this rank is no member of the group")
+    check_group(group)
     group = group or dist.group.WORLD
     member = group if isinstance(group, Member) else _members.get(group)
     known = member or _members.get(dist.group.WORLD)
@@ -90,6 +87,14 @@ def member_of(
     if not member.has_joined:
         _join(member, timeout)
     return member, timeout
+
+
+def check_group(group: "dist.ProcessGroup | Member | None") -> None:
+    """Raise ValueError unless there is such a group, and this rank is a member."""
+    if not dist.is_initialized():
+        raise ValueError("there is no process group: call this inside launch or under torchrun")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is no member of the group")
 
 
 def _join(member: Member, timeout: float) -> None:

@@ -58,7 +58,7 @@ class DataParallelCriterion(nn.Module):
 
     Args:
         criterion: called with (output, target, …); a module is replicated, a function is shared.
-        devices: those of the ``DataParallelModel``.
+        devices: those of the ``DataParallelModel``; none: the whole batch is one output.
         count: target, … -> the number that the mean over them is divided by, proportionally.
         dim: the dimension of the rows.
 
@@ -76,18 +76,21 @@ class DataParallelCriterion(nn.Module):
         dim: int = 0,
     ):
         super().__init__()
-        self.criterion, self.devices, self.dim = criterion, check_devices(devices), dim
-        self.count = count
+        self.criterion, self.dim, self.count = criterion, dim, count
+        self.devices = check_devices(devices) if devices else []
         find_count(criterion, count)
 
     def forward(self, outputs: Sequence[Any], *targets: Any) -> torch.Tensor:
         """Return the loss, on ``devices[0]``."""
-        if not isinstance(outputs, (list, tuple)) or not 1 <= len(outputs) <= len(self.devices):
+        most = len(self.devices) or 1
+        if not isinstance(outputs, (list, tuple)) or not 1 <= len(outputs) <= most:
             number = len(outputs) if isinstance(outputs, (list, tuple)) else "no list of"
             raise ValueError(
-                f"there are {number} outputs for {len(self.devices)} devices: pass the list that "
-                "DataParallelModel returns"
+                f"there are {number} outputs for {most} device{'s' * (most > 1)}: pass the list "
+                "that DataParallelModel returns"
             )
+        if not self.devices:
+            return self.criterion(outputs[0], *targets)
         devices = self.devices[: len(outputs)]
         shards = scatter(targets, devices, self.dim, "targets")
         if len(devices) > 1:

@@ -32,9 +32,10 @@ from .sender import Sender
 class Reducer:
     """Averages the gradients of ``params`` in each backward pass that a forward pass has announced.
 
-    It lives as long as its owner, or as the graph of an output that it was told to ``expect``. With
-    it go its hooks, its thread and its line. On a GPU messages travel in a stream of their own,
-    which waits for the gradients' streams, and for which the caller's waits; not run on a GPU.
+    It lives as long as its owner, or as the graph of a tensor that it was told to ``expect``, alone
+    or in tuples, lists, dicts and dataclasses. With it go its hooks, its thread and its line. On a
+    GPU messages travel in a stream of their own, which waits for the gradients' streams, and for
+    which the caller's waits; not run on a GPU.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Reducer:
         self._weight = 1.0  # of this rank's gradients: its rows since the last averaging, …
         self._counts_anew = True  # … which ends with the first forward pass after it
         self._averages = False  # whether the next backward pass is to be averaged
+        self._awaits_end = False  # whether this backward pass will call _end
         self._lock = Lock()  # autograd has a thread for each device, and all call the hooks
         self._streams = {  # of the messages, one per GPU
             bucket.device: torch.cuda.Stream(bucket.device)
@@ -78,6 +80,7 @@ class Reducer:
             wait(self._futures)  # what it has sent is still read, until allreduce's timeout
             self._begin()
             self._counts_anew, self._averages = True, False
+        self._awaits_end = False
         adds_up = self.by_rows and not self._counts_anew
         self._weight = weight + self._weight if adds_up else weight
         self._counts_anew = False
@@ -86,13 +89,10 @@ class Reducer:
     def expect(self, output: Any) -> None:
         """Average in the next backward pass, and in each one that goes through ``output``."""
         self.connect()
-        self._announce()
+        self._averages = True
         for tensor in _tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._announce)
-
-    def _announce(self, *_) -> None:
-        self._averages = True
+                tensor.grad_fn.register_prehook(self._enter)
 
     def connect(self) -> None:
         """Take a line in the group, unless there is one: called by all its ranks."""
@@ -108,11 +108,25 @@ class Reducer:
 
     # During backward
 
-    def _gradient_is_ready(self, bucket: Bucket, i: int) -> None:
-        if not self._in_backward:
-            self._in_backward = True
+    def _enter(self, *_) -> None:
+        """A backward pass comes to an output: average in it, and finish when it ends."""
+        self._averages = True
+        self._await_end()  # already here, since a reentrant pass inside this one ends earlier
+
+    def _await_end(self) -> None:
+        if not self._awaits_end:
+            self._awaits_end = True
             # torch has no public way to learn that backward is over; its own one is private.
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._awaits_end = False
+        if self._in_backward:
+            self.finish()
+
+    def _gradient_is_ready(self, bucket: Bucket, i: int) -> None:
+        self._in_backward = True
+        self._await_end()
         if bucket.params[i].grad.requires_grad:
             raise RuntimeError(
                 "a gradient of a gradient cannot be averaged: call backward without create_graph, "
@@ -141,16 +155,27 @@ class Reducer:
                 used = [param.grad is not None and not absent for param in params]
                 rows = 0 if absent else self._weight
                 bucket.manifest.copy_(torch.tensor([*used, rows], dtype=bucket.dtype))
-        self._futures.append(self._sender.submit(self._context.run, self._reduce, bucket))
+            reduced = self._call_hook(bucket)
+        self._futures.append(self._sender.submit(self._context.run, self._reduce, bucket, reduced))
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _call_hook(self, bucket: Bucket) -> torch.futures.Future | None:
+        """Call the hook from backward, so that all ranks send what it sends in the same order."""
+        if self.hook is None:
+            return None
+        state, function = self.hook
+        reduced = function(state, bucket)
+        if not hasattr(reduced, "wait"):  # torch's own are of a class without a public name
+            kind = type(reduced).__name__
+            raise TypeError(f"a communication hook must return a torch.futures.Future, not {kind}")
+        return reduced
+
+    def _reduce(self, bucket: Bucket, reduced: torch.futures.Future | None) -> None:
         begin = time.perf_counter()
         with self._beside(bucket):
-            if self.hook is None:
+            if reduced is None:
                 ranks.allreduce(bucket.flat, group=self._line)
             else:
-                state, function = self.hook
-                bucket.values.copy_(function(state, bucket).wait())
+                bucket.values.copy_(reduced.wait())
                 ranks.allreduce(bucket.manifest, group=self._line)
         if self.timeline is not None:
             self.timeline.append((bucket.number, begin, time.perf_counter()))

@@ -200,6 +200,8 @@ def renamed(device_ids: Sequence | None, devices: Sequence | None, stacklevel: i
     """Return the one that was given; warn of the old name."""
     if devices is None:
         return device_ids
+    if device_ids is not None:
+        raise TypeError("devices is the old name of device_ids: pass one of them")
     warnings.warn("devices is now device_ids", DeprecationWarning, stacklevel)
     return devices
 

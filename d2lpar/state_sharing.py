@@ -50,10 +50,13 @@ def _kind(tensor: torch.Tensor) -> str:
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, src: int, group: dist.ProcessGroup | None = None) -> None:
-    """Copy the buffers of rank ``src`` into everyone's, in one message for each dtype."""
-    buffers = list(module.buffers())
-    for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
-        same = [buffer.detach() for buffer in buffers if buffer.dtype == dtype]
+    """Copy the buffers of rank ``src`` into everyone's, in one message for each dtype and device.
+
+    A graph that has saved a buffer, of a forward pass before, does not see that it changes.
+    """
+    buffers = [buffer.data for buffer in module.buffers()]  # detach would let autograd see it
+    for kind in dict.fromkeys((buffer.dtype, buffer.device) for buffer in buffers):
+        same = [buffer for buffer in buffers if (buffer.dtype, buffer.device) == kind]
         flat = torch.cat([buffer.reshape(-1) for buffer in same])
         ranks.broadcast(flat, src, group)
         parts = flat.split([buffer.numel() for buffer in same])

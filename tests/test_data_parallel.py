@@ -737,6 +737,14 @@ def test_old_name_of_device_ids_still_works():
             model = kind(mlp(), devices=[CPU] * 2)
         assert caught[0].filename == __file__
         assert model.devices == [CPU] * 2
+        with pytest.raises(TypeError, match="devices is the old name of device_ids"):
+            kind(mlp(), [CPU], devices=[CPU] * 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU only")
+def test_output_device_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="there is no device 0: torch sees no GPU here"):
+        DataParallel(mlp(), [CPU] * 2, output_device=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU only")

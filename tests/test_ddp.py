@@ -322,6 +322,22 @@ def test_join_with_uneven_numbers_of_batches_is_torchs():
             assert results[i + 2] > 1e-4, "divide_by_initial_world_size made no difference"
 
 
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_join_ends_with_the_buffers_of_one_rank_only_if_they_are_broadcast(broadcast):
+    def train(rank, world_size, broadcast):
+        def run(kind):
+            replica = kind(nn.BatchNorm1d(1), broadcast_buffers=broadcast)
+            with replica.join():
+                for _ in range(1 + 2 * rank):
+                    replica(torch.randn(3, 1)).sum().backward()
+            return replica.module.num_batches_tracked.item()
+
+        return run(DistributedDataParallel), run(nn.parallel.DistributedDataParallel)
+
+    counts = launch(train, 2, broadcast, timeout=LIMIT)
+    assert counts == [(3, 3)] * 2 if broadcast else counts == [(1, 1), (3, 3)]
+
+
 def test_join_may_come_again_and_be_followed_by_plain_steps():
     def train(rank, world_size):
         model = conv()
@@ -958,8 +974,8 @@ def test_buffers_are_shared_where_torch_shares_them():
 
 def test_rank_that_takes_no_part_is_an_error_of_the_others():
     def train(rank, world_size):
-        ranks.use_messages(timeout=0.5)
         replica = DistributedDataParallel(_seeded(mlp, 3))
+        ranks.use_messages(timeout=0.5)
         loss = replica(torch.ones(2, 6)).sum()
         if rank == 1:
             time.sleep(1)

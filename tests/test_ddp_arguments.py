@@ -42,7 +42,6 @@ def test_every_parameter_is_taken_or_refused_by_name():
         "dim": 1,
         "broadcast_buffers": True,
         "init_sync": False,
-        "process_group": dist.GroupMember.NON_GROUP_MEMBER,
         "bucket_cap_mb": 3,
         "find_unused_parameters": True,
         "check_reduction": True,
@@ -71,7 +70,8 @@ def test_every_parameter_is_taken_or_refused_by_name():
             try:
                 model = DistributedDataParallel(nn.Linear(2, 2), **{p.name: value})
                 model(torch.full((1, 2), 1.0 + rank)).sum().backward()
-                outcomes[p.name] = model.module.weight.grad.unique().tolist() == [1.5]
+                grad = model.module.weight.grad
+                outcomes[p.name] = p.name not in refused and grad.unique().tolist() == [1.5]
             except NotImplementedError as error:
                 outcomes[p.name] = str(error).startswith(f"{p.name}=")
                 assert "torch.nn.parallel.DistributedDataParallel" in str(error)
@@ -142,9 +142,26 @@ def test_old_name_of_process_group_still_works():
             warnings.simplefilter("always")
             model = DistributedDataParallel(nn.Linear(2, 2), group=group)
         kinds = [w.category for w in caught if "process_group" in str(w.message)]
+        with pytest.raises(TypeError, match="group is the old name of process_group"):
+            DistributedDataParallel(nn.Linear(2, 2), process_group=group, group=group)
         return model.process_group is group, kinds
 
     assert launch(wrap, 2, timeout=LIMIT) == [(True, [DeprecationWarning])] * 2
+
+
+def test_without_init_sync_nobody_waits_for_another_rank():
+    def wrap(rank, world_size):
+        group, beside = dist.new_group(), dist.new_group()
+        if rank == 1:
+            dist.recv(torch.empty(1), 0, beside)  # not before rank 0 has wrapped its module
+        model = DistributedDataParallel(nn.Linear(2, 2), process_group=group, init_sync=False)
+        if rank == 0:
+            dist.send(torch.empty(1), 1, beside)
+        nn.init.ones_(model.module.weight)
+        model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+        return model.module.weight.grad.unique().tolist()
+
+    assert launch(wrap, 2, timeout=20) == [[1.5]] * 2
 
 
 @pytest.mark.parametrize(

@@ -422,3 +422,13 @@ def test_positions_may_have_any_shape(places, reduction):
 def test_chunks_of_any_size_whatever_is_ignored(k, size, rows, ignored):
     target = labels(rows, ignored=[row for row in range(rows) if ignored >> row & 1])
     require_same_in_chunks(nn.CrossEntropyLoss(W + 1), randn(rows, 4), target, k, size)
+
+
+def test_a_model_without_devices_and_its_loss_take_the_whole_batch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    model = DataParallelModel(nn.Linear(3, 5).double())
+    criterion, X, target = nn.CrossEntropyLoss(weight=W), randn(6, 3), labels(6)
+    loss = DataParallelCriterion(criterion, model.devices)
+    assert torch.equal(loss(model(X), target), criterion(model.module(X), target))
+    with pytest.raises(ValueError, match="2 outputs for 1 device:"):
+        loss(split(randn(6, 5), 2), target)

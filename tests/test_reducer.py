@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.utils.checkpoint import checkpoint
 
 from d2lpar import DistributedDataParallel, ranks
 from d2lpar.lanes import Lanes
@@ -208,7 +209,7 @@ def test_hooks_of_several_threads_take_turns():
             Slow.inside -= 1
 
     reducer = Slow([nn.Parameter(torch.ones(2)) for _ in range(4)], None, 25, False, False)
-    reducer._announce()
+    reducer._averages = True
     me = weakref.ref(reducer)
     threads = [threading.Thread(target=_on_gradient, args=(me, 0, i, None)) for i in range(4)]
     for thread in threads:
@@ -281,6 +282,32 @@ def test_passes_without_gradients_are_allowed_inside_join():
     assert launch(train, 2, timeout=LIMIT) == [(True, 6)] * 2
 
 
+@pytest.mark.parametrize("cap", [25, 1e-6])
+def test_layers_checkpointed_with_reentrant_passes_are_averaged_with_the_others(cap):
+    def train(rank, world_size, cap):
+        class Checkpointed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.ModuleList(linear() for _ in range(3))
+                for param in self.parameters():
+                    nn.init.ones_(param)
+
+            def forward(self, X):
+                plain, *others = self.layers
+                X = plain(X)
+                for layer in others:
+                    X = checkpoint(layer, X, use_reentrant=True)
+                return X
+
+        model = DistributedDataParallel(Checkpointed(), bucket_cap_mb=cap)
+        for _ in range(2):
+            model.zero_grad()
+            model(rows(rank)).sum().backward()
+        return [param.grad.item() for param in model.parameters()]
+
+    assert launch(train, 2, cap, timeout=LIMIT) == [[MEAN] * 3] * 2
+
+
 # Communication hooks
 
 
@@ -323,6 +350,38 @@ def test_hooks_of_torch_do_what_they_do_with_torchs():
         assert found["allreduce"][1] == found["group"][1] == 0
         assert 0 < found["fp16"][1] < 1e-3 and 0 < found["wrapped"][1] < 1e-3
         assert found["powerSGD"][1] > 1e-3
+
+
+def test_hooks_of_two_wrappers_keep_the_order_of_backward():
+    def train(rank, world_size):
+        def late(name, bucket):
+            if (name, rank) == ("second", 1):
+                time.sleep(0.2)  # if it were another thread, the first one's hook would overtake
+            return default_hooks.allreduce_hook(None, bucket)
+
+        def run(kind):
+            torch.manual_seed(3)
+            first, second = kind(nn.Linear(5, 5)), kind(nn.Linear(5, 5))
+            first.register_comm_hook("first", late)
+            second.register_comm_hook("second", late)
+            second(first(torch.full((4, 5), rank + 1.0))).square().mean().backward()
+            return [p.grad for model in (first, second) for p in model.parameters()]
+
+        pairs = zip(run(DistributedDataParallel), run(TORCHS), strict=True)
+        return [(ours - theirs).abs().max().item() for ours, theirs in pairs]
+
+    for found in launch(train, 2, timeout=LIMIT):
+        assert max(found) < 1e-6
+
+
+def test_hook_that_returns_no_future_is_refused():
+    def train(rank, world_size):
+        model = DistributedDataParallel(linear())
+        model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+        with pytest.raises(TypeError, match=r"must return a torch\.futures\.Future, not Tensor"):
+            model(rows(rank)).sum().backward()
+
+    launch(train, 2, timeout=LIMIT)
 
 
 def test_hook_is_called_for_each_bucket_and_may_keep_a_state():
@@ -439,7 +498,7 @@ def test_nothing_is_left_of_a_wrapper(way):
         assert before["hooks"] == before["threads"] == 0
 
 
-def test_end_of_all_groups_and_of_the_program_is_quiet():
+def test_end_of_all_groups_and_of_the_program_is_quiet(capfd):
     def wrap(rank, world_size):
         models = [DistributedDataParallel(linear()) for _ in range(2)]
         loss = [model(rows(rank)).sum() for model in models]
@@ -450,3 +509,4 @@ def test_end_of_all_groups_and_of_the_program_is_quiet():
         return [model.module.weight.grad is None for model in models]
 
     assert launch(wrap, 2, timeout=LIMIT) == [[True]] * 2
+    assert capfd.readouterr().err == ""

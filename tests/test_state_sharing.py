@@ -43,6 +43,18 @@ def test_buffers_of_one_rank_are_taken_by_all():
         assert found == ([False, True], [[1.0, 1.0]] * 3, [1.0] * 3, 1, {float(rank)})
 
 
+def test_a_graph_that_has_saved_a_buffer_does_not_see_it_change():
+    def share(rank, world_size):
+        module = model(rank)
+        X = torch.ones(2, 3, requires_grad=True)
+        loss = (X * module[1].running_mean).sum()
+        share_buffers(module, 1)
+        loss.backward()  # with the numbers of rank 1: as torch, we do not keep the old ones
+        return X.grad.tolist()
+
+    assert launch(share, 2, timeout=LIMIT) == [[[1.0] * 3] * 2] * 2
+
+
 def test_buffers_may_be_left_out():
     def share(rank, world_size):
         module = model(rank)
