@@ -6,13 +6,14 @@ TORCH_DISTRIBUTED_DEBUG=DETAIL.
 """
 
 import struct
+from collections.abc import Hashable
 from functools import lru_cache
 from hashlib import blake2b
 
 import torch
 
 from .checks import is_folded
-from .schedules import Schedule
+from .schedules import Schedule, steps_of
 from .transport import PeerError, Transport, name_ranks
 
 MARK = b"d2\xff\x7f"  # of a note; as a float32 it is NaN, so that hardly any data look like it
@@ -83,13 +84,18 @@ def describe_schedule(schedule, k: int) -> str:
     """Name a schedule, with a digest of its moves: two functions may have the same name."""
     if not callable(schedule):
         return f"schedule {schedule!r}"
+    if not isinstance(schedule, Hashable):
+        kind = type(schedule).__name__
+        raise TypeError(
+            f"the schedule, of type {kind}, cannot be hashed: @dataclass(frozen=True) can"
+        )
     name = getattr(schedule, "__qualname__", type(schedule).__qualname__)
     return f"schedule {name} ({_digest_of_moves(schedule, k)})"
 
 
 @lru_cache(maxsize=1024)
 def _digest_of_moves(schedule: Schedule, k: int) -> str:
-    return blake2b(repr(schedule(k)).encode(), digest_size=4).hexdigest()
+    return blake2b(repr(steps_of(schedule, k)).encode(), digest_size=4).hexdigest()
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

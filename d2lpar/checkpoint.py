@@ -42,8 +42,9 @@ def save_checkpoint(
     """Save tensors, and information about them, as one file in place of the one that was there.
 
     Once this returns, the checkpoint is on the disk. A process that is killed before leaves the old
-    file or the new one whole, and perhaps a ``<name>.<32 hex digits>.tmp`` beside it, which can be
-    deleted. A save that raises leaves no such file. Of several saves at once, one wins.
+    file or the new one whole, and perhaps beside it a ``<name>.<32 hex digits>.tmp`` (of a long
+    name, the beginning), which can be deleted. A save that raises leaves no such file. Of several
+    saves at once, one wins.
 
     The tensors may be on any device, require gradients, and have any strides. Two that share
     memory, such as tied weights, are both written, and are two tensors when loaded. While it
@@ -155,7 +156,7 @@ def _flaw(content: bytes) -> str | None:
 def _replace(path: str | Path, content: bytearray) -> None:
     """Let this be the content of the file, in one step that happens wholly or not at all."""
     target = _target(path)
-    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
+    temporary = target.with_name(f"{target.name[:50]}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:
             file.write(content)
@@ -177,7 +178,7 @@ def _target(path: str | Path) -> Path:
         target = Path(os.path.realpath(path))
         is_folder, in_the_way = target.parent.is_dir(), target.exists() and not target.is_file()
     except (OSError, ValueError) as error:  # a name of over 255 characters, or with a NUL
-        problem = f"this cannot be the name of a file ({getattr(error, 'strerror', None) or error})"
+        problem = f"no file can have this name here ({getattr(error, 'strerror', None) or error})"
         raise CheckpointError(f"{path}: {problem}. Give another.") from error
     if not is_folder:
         raise CheckpointError(f"{path}: there is no folder {target.parent}. Make it first.")

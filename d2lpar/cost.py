@@ -20,6 +20,7 @@ from .schedules import (
     recursive_doubling,
     ring,
     star,
+    steps_of,
     tree,
 )
 
@@ -66,7 +67,7 @@ def walk(
             no multiple of ``itemsize``, or see ``schedules.check_steps``.
     """
     _check(k, nbytes, alpha, beta, itemsize)
-    steps = schedule(k)
+    steps = steps_of(schedule, k)
     check_steps(steps, k)
     sent, received, seconds = [0] * k, [0] * k, 0.0
     links = defaultdict(int)
@@ -92,10 +93,15 @@ def step_seconds(messages: list[tuple[int, int, int]], alpha: float, beta: float
 def link_bytes(
     schedule: Schedule, k: int, nbytes: int, itemsize: int = 4
 ) -> dict[tuple[int, int], int]:
-    """Return the bytes that ``schedule`` sends over each link (source, destination) it uses."""
+    """Return the bytes that ``schedule`` sends over each link (source, destination) it uses.
+
+    Takes and raises what ``walk`` does.
+    """
     _check(k, nbytes, 0, 0, itemsize)
+    steps = steps_of(schedule, k)
+    check_steps(steps, k)
     links = defaultdict(int)
-    for messages in _messages(schedule(k), nbytes, itemsize):
+    for messages in _messages(steps, nbytes, itemsize):
         for src, dst, size in messages:
             links[src, dst] += size
     return dict(links)

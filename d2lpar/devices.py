@@ -59,7 +59,7 @@ def as_device(device: torch.device | str | int) -> torch.device:
             raise  # it is there, and full
         gpus = f"GPUs 0 to {n - 1}" if (n := torch.cuda.device_count()) else "no GPU"
         problem = f"there is no device {device!r}: torch sees {gpus} here"
-        raise ValueError(f'{problem}. "cpu" may be named several times instead') from error
+        raise ValueError(f'{problem}. Use "cpu", which a list may name several times') from error
 
 
 def check_devices(devices: Sequence[torch.device]) -> list[torch.device]:

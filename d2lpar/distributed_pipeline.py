@@ -20,7 +20,15 @@ from torch import nn
 from .agreement import agree
 from .members import destroy, member_of
 from .parallel_loss import Count
-from .pipeline import Losses, make_ticks, on_device, require_number, run_actions, split_rows
+from .pipeline import (
+    Losses,
+    make_ticks,
+    noting,
+    on_device,
+    require_number,
+    run_actions,
+    split_rows,
+)
 from .pipeline_schedules import (
     Action,
     PipelineSchedule,
@@ -145,10 +153,12 @@ class DistributedPipeline(nn.Module):
         with self._mail("evaluation", X_parts) as mail:
             for i in range(self.num_microbatches):
                 action = Action(self.number, i, "forward")
-                output = call(self.stage, mail.receive(action))
-                mail.send(action, output)
-                if self.is_last:
+                output = mail.receive(action)
+                if i == 0 or len(output):  # else no row was left
+                    with noting(action):
+                        output = call(self.stage, output)
                     outputs.append(output)
+                mail.send(action, output)
         return torch.cat(outputs) if self.is_last else None
 
     def _agreed_ticks(self, schedule, num_microbatches, limit: float) -> list[list[Action]]:
@@ -185,9 +195,9 @@ class DistributedPipeline(nn.Module):
             for future in mail.sent:  # each has the limit of its message
                 future.result()
         except BaseException as error:
-            self.transport.broken = self.transport.broken or f"{type(error).__name__}: {error}"
             errors = [future.exception() for future in mail.sent if future.done()]
             first = next(filter(None, errors), error)  # that of the thread explains ours
+            self.transport.give_up(first)
             if first is not error:
                 raise first from error
             raise

@@ -22,7 +22,7 @@ import matplotlib
 import resvg_py
 from PIL import Image, ImageFont
 
-from .schedules import Move, chunks_of, holdings, num_chunks
+from .schedules import Move, chunks_of, holdings, num_chunks, steps_of
 
 WIDTH = 760  # pixels: about the width of text in a notebook and in a README
 # Of Okabe and Ito's colours and of Tol's, those that stand out from white (contrast of 3 and more).
@@ -130,7 +130,7 @@ def schedule(schedule: Callable[[int], list[list[Move]]], k: int, title: str = "
     if not 2 <= k <= 8:
         raise ValueError(f"k = {k}, but only 2 to 8 devices fit into the picture")
     title = title or f"{getattr(schedule, '__name__', 'schedule')}({k})"
-    steps = schedule(k)
+    steps = steps_of(schedule, k)
     states = holdings(steps, k)
     count = len(steps) + 2  # panels: the start, the steps, the key
     columns = (3 if count == 6 else 4) if k < 6 else (2 if count == 4 else 3)

@@ -200,13 +200,13 @@ def _named_causes() -> Iterator[None]:
     """Say what the operating system lacks that ranks need, and what to do."""
     try:
         yield
-    except OSError as error:
+    except (OSError, EOFError) as error:
         problem, remedy = str(error), "fix this and call launch again"
         if "AF_UNIX path too long" in problem:
             folder = f"the folder for temporary files, {get_temp_dir()}, has too long a name for"
             problem = f"{folder} a socket in it"
             remedy = "start Python with TMPDIR set to a folder with a shorter one, such as /tmp"
-        elif error.errno == errno.ECONNREFUSED:
+        elif isinstance(error, ConnectionRefusedError | EOFError):
             problem, remedy = "the server that forks them has just ended", "call launch again"
         elif error.errno == errno.EMFILE:
             problem = "this process may not open as many files as so many ranks need"

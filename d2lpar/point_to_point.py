@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .agreement import MismatchError
 from .checks import check_tensor
+from .devices import as_device
 from .ranks import member_of
 from .transport import Receive, Send, take
 
@@ -76,12 +77,10 @@ def send(
 def check_sendable(tensor: torch.Tensor, label: str) -> None:
     """Refuse what ``send`` refuses, before anything is sent."""
     check_tensor(tensor, "the tensor")
-    dims, usual = tensor.dim(), tensor.dtype in DTYPES and tensor.layout == torch.strided
-    if dims > MAX_DIMS or not usual or len(label.encode()) > 32:
+    if tensor.dim() > MAX_DIMS or tensor.dtype not in DTYPES or len(label.encode()) > 32:
         raise ValueError(
             f"cannot send {tensor.dtype} of shape {list(tensor.shape)} as {label!r}: a header has "
-            f"room for {MAX_DIMS} dimensions, torch's usual dtypes and a label of 32 bytes, and "
-            "the tensor must be strided"
+            f"room for {MAX_DIMS} dimensions, torch's usual dtypes and a label of 32 bytes"
         )
 
 
@@ -99,8 +98,9 @@ def receive(
         MismatchError: what comes has another label, and is lost; or it was not sent by ``send``,
             nobody knows what comes next, and the group is of no more use.
         BusyError: another thread of this rank is about to receive in the same group.
-        ValueError: ``src`` is no other rank of the group.
+        ValueError: ``src`` is no other rank of the group, or there is no such device.
     """
+    device = as_device(device)
     member, timeout = member_of(group, timeout)
     transport = member.transport
     origin = _peer(transport, src, "src")

@@ -35,6 +35,7 @@ from .schedules import (
     recursive_doubling,
     ring,
     star,
+    steps_of,
     tree_broadcast,
 )
 from .transport import BusyError, PeerError, Receive, Send, Transport, take
@@ -247,7 +248,7 @@ class _Step(NamedTuple):
 @lru_cache(maxsize=1024)
 def _own_moves(schedule, k: int, member: int, op: str, *args) -> tuple[list[_Step], int]:
     """Return the moves of one member, step by step, and into how many chunks the tensor is cut."""
-    steps = schedule(k, *args)
+    steps = steps_of(schedule, k, *args)
     check_steps(steps, k)
     own = []
     for step in steps:

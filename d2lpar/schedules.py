@@ -129,6 +129,11 @@ def tree_broadcast(k: int, src: int = 0) -> list[list[Move]]:
     ]
 
 
+def steps_of(schedule: Schedule, k: int, *args) -> list[list[Move]]:
+    """Return ``schedule(k)`` as lists, also where it yields its steps or moves."""
+    return [list(step) for step in schedule(k, *args)]
+
+
 def num_chunks(steps: list[list[Move]]) -> int:
     """Return into how many chunks a schedule cuts the tensor: 1 + the largest that it names."""
     named = [m.chunk for step in steps for m in step if m.chunk is not None]
@@ -158,7 +163,7 @@ def check_steps(steps: list[list[Move]], k: int) -> None:
     n = num_chunks(steps)
     for number, step in enumerate(steps, start=1):
         taken = {(m.dst, c) for m in step if not m.reduce for c in chunks_of(m, n)}
-        written = Counter((m.dst, c) for m in step if taken for c in chunks_of(m, n))
+        written = Counter((m.dst, c) for m in step for c in chunks_of(m, n)) if taken else {}
         for participant, chunk in taken:
             if written[participant, chunk] > 1:
                 raise ValueError(
@@ -207,7 +212,7 @@ def exchanges(step: list[Move]) -> set[Move]:
 
 def checked_steps(schedule: Schedule, k: int) -> list[list[Move]]:
     """Return ``schedule(k)``, checked by ``check_steps``: equal steps only once."""
-    steps = schedule(k)
+    steps = steps_of(schedule, k)
     _check_once(tuple(map(tuple, steps)), k)
     return steps
 
@@ -224,6 +229,7 @@ def holdings(steps: list[list[Move]], k: int) -> list[list[list[tuple[int, ...]]
     Raises:
         ValueError: see ``check_steps``.
     """
+    steps = [list(step) for step in steps]  # a generator would be used up by the check
     check_steps(steps, k)
     n = num_chunks(steps)
     states = [[[(participant,)] * n for participant in range(k)]]

@@ -7,7 +7,9 @@ together they take the steps that one process would take. A checkpoint is writte
 and oftener on request; ``--resume`` goes on from it, in the middle of an epoch too, and ends with
 the weights of a run that was never stopped, bit for bit. ``--resume-if-there`` starts from the
 beginning where there is no checkpoint yet: with it torchrun's ``--max-restarts`` goes on where a
-killed process stopped. Notebook 05 runs this file.
+killed process stopped, on one machine, or on several that are started with ``--node-rank``. (With
+``--rdzv-backend=c10d`` each machine counts restarts for itself, and they do not meet again.)
+Notebook 05 runs this file.
 """
 
 import argparse

@@ -353,9 +353,15 @@ def test_only_a_regular_file_is_read(tmp_path):
 @pytest.mark.parametrize("name", ["x" * 256, "a\0b"])
 def test_an_impossible_name_is_refused(tmp_path, name):
     refused(tmp_path / name, "cannot be read")
-    with pytest.raises(CheckpointError, match=r"this cannot be the name of a file .*Give another"):
+    with pytest.raises(CheckpointError, match=r"no file can have this name here .*Give another"):
         save_checkpoint(tmp_path / name, SMALL)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127])
+def test_a_name_as_long_as_names_may_be(tmp_path, name):
+    save_checkpoint(tmp_path / name, SMALL, INFO)
+    assert checks_out(tmp_path / name, SMALL, INFO) and names(tmp_path) == [name]
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all")

@@ -472,6 +472,31 @@ def test_a_stage_that_fails_ends_all_ranks_with_its_error(culprit):
 
 
 @both
+@pytest.mark.parametrize("trains", [True, False])
+def test_ranks_learn_at_once_of_a_stage_that_fails(trains, way):
+    class Fails(nn.Module):
+        def forward(self, X):
+            raise ArithmeticError("here")
+
+    def run(rank, k):
+        go(way)
+        stage = nn.Sequential(Fails()) if rank == 1 else cut(mlp(), k)[rank]
+        pipeline = DistributedPipeline(stage, nn.MSELoss(), 4, timeout=LIMIT / 2)
+        X, y = batch()
+        try:
+            pipeline.forward_backward(*given(X, y, rank, k)) if trains else pipeline(X)
+        except ArithmeticError as error:
+            return error.__notes__
+        except ranks.PeerError as error:
+            return str(error)
+
+    first, notes, last = launch(run, 3, timeout=LIMIT)
+    assert "forward of micro-batch 0 on stage 1" in notes[0]
+    for text in (first, last) if trains else (last,):  # the first one may evaluate, and be done
+        assert "rank 1" in text and "Timed out" not in text and "do its part in time" not in text
+
+
+@both
 @pytest.mark.parametrize("missed", ["from the start", "in training", "in evaluation"])
 def test_a_rank_that_does_not_come_is_named_in_time(missed, way):
     def train(rank, k):
@@ -577,7 +602,8 @@ def test_a_batch_with_fewer_rows_than_micro_batches_makes_fewer(schedule, way):
 
 def test_a_last_batch_with_fewer_rows_than_micro_batches_can_be_evaluated():
     def evaluate(rank, k):
-        pipeline = DistributedPipeline(cut(mlp(), k)[rank], nn.MSELoss(), 4)
+        stage = cut(mlp(), k)[rank].append(NeedsRows())
+        pipeline = DistributedPipeline(stage, nn.MSELoss(), 4)
         return pipeline(batch()[0][:2].requires_grad_() if rank == 0 else None)
 
     close(launch(evaluate, 2, timeout=LIMIT)[1], mlp()(batch()[0][:2]))

@@ -982,7 +982,12 @@ def test_what_the_callers_stdout_cannot_encode_is_escaped():
     assert ran.stdout == "[rank 0] a \\u2192 b\n", ran.stderr
 
 
-def test_server_that_has_just_ended_is_named():
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), EOFError("unexpected EOF")],
+    ids=["before it was asked", "before it answered"],
+)
+def test_server_that_has_just_ended_is_named(error):
     words = "has just ended; call launch again"
     with pytest.raises(RuntimeError, match=words), launcher._named_causes():
-        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        raise error

@@ -169,6 +169,8 @@ def refused_by_send():
 def test_what_cannot_be_sent_is_refused_before_anything_is_sent():
     def talk(rank, k):
         if rank == 1:
+            kind, text, *_ = attempt(receive, 0, "", "no_such_kind")
+            assert kind == "ValueError" and "there is no device 'no_such_kind'" in text
             return [attempt(receive, src) for src in (1, 2, -1)], receive(0, "x" * 32).tolist()
         errors = [attempt(send, *arguments) for arguments, *_ in refused_by_send()]
         send(torch.ones(2), 1, "x" * 32)

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import make_dataclass
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
@@ -942,6 +943,9 @@ def test_bad_arguments_are_refused_alike_on_all_ranks(way):
         group = group_for(way)
         ones = torch.ones(4)
         bad_moves = [Move(0, 0, None, True)]
+        make_unhashable = make_dataclass(
+            "Unhashable", [], namespace={"__call__": lambda self, k: ring(k)}
+        )
         calls = {
             "op": lambda **c: ranks.allreduce(ones, op="avg", **c),
             "no sum": lambda **c: ranks.allreduce(torch.ones(4).to(torch.uint16), **c),
@@ -952,6 +956,7 @@ def test_bad_arguments_are_refused_alike_on_all_ranks(way):
             "list": lambda **c: ranks.allreduce([1.0, 2.0], **c),
             "none": lambda **c: ranks.broadcast(None, **c),
             "schedule": lambda **c: ranks.allreduce(ones, 5, **c),
+            "unhashable": lambda **c: ranks.allreduce(ones, make_unhashable(), **c),
             "moves": lambda **c: ranks.allreduce(ones, lambda k: [bad_moves], **c),
             "src": lambda **c: ranks.broadcast(ones, 2, **c),
         }
@@ -977,6 +982,7 @@ def test_bad_arguments_are_refused_alike_on_all_ranks(way):
         "list": ("TypeError", "the tensor is a list, not a tensor"),
         "none": ("TypeError", "the tensor is a NoneType, not a tensor"),
         "schedule": ("TypeError", "schedule must be a function such as ring, not int"),
+        "unhashable": ("TypeError", "the schedule, of type Unhashable, cannot be hashed"),
         "moves": ("ValueError", "does not send a chunk between two of 2 participants"),
         "src": ("ValueError", "src is 2, but the group has the ranks [0, 1]"),
         "timeout": ("ValueError", "timeout must be a positive number of seconds, not"),
@@ -985,6 +991,19 @@ def test_bad_arguments_are_refused_alike_on_all_ranks(way):
         assert sums == [[2.0] * 4] * 2
         for (name, _), (kind, text) in outcomes.items():
             assert kind == said[name][0] and said[name][1] in text, (name, kind, text)
+
+
+@both
+def test_a_schedule_may_yield_its_steps(way):
+    def check(rank, k, way):
+        def lazy(k):
+            yield from ring(k)
+
+        tensor = torch.arange(6.0) + rank
+        ranks.allreduce(tensor, lazy, group=group_for(way))
+        return tensor.tolist()
+
+    assert launch(check, 3, way) == [[3.0 * i + 3 for i in range(6)]] * 3
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,20 @@ def test_a_schedule_that_has_changed_is_taken_as_it_is_now():
     assert data[0].tolist() == data[1].tolist() == [4, 4]
 
 
+def test_a_schedule_may_yield_its_steps_and_moves():
+    def lazy(k):
+        yield from (iter(step) for step in ring(k))
+
+    data = [torch.arange(6.0) + r for r in range(3)]
+    allreduce(data, lazy)
+    assert all(tensor.tolist() == [3.0 * i + 3 for i in range(6)] for tensor in data)
+    verify_allreduce(lazy, 3)
+    assert holdings(lazy(3), 3) == holdings(ring(3), 3)
+    assert cost.walk(lazy, 3, 24) == cost.walk(ring, 3, 24)
+    assert cost.link_bytes(lazy, 3, 24) == cost.link_bytes(ring, 3, 24)
+    assert plot.schedule(lazy, 3, "ring").svg == plot.schedule(ring, 3, "ring").svg
+
+
 @pytest.mark.parametrize("k", (2, 3, 4, 6))
 def test_the_ring_in_two_steps_is_refused_by_all(k):
     """All r to r + 1 at once, then copies: made one by one, its moves would give right sums."""
@@ -296,6 +310,7 @@ def test_the_ring_in_two_steps_is_refused_by_all(k):
         for use in (
             lambda: allreduce(data, impossible),
             lambda: cost.walk(impossible, k, 16),
+            lambda: cost.link_bytes(impossible, k, 16),
             lambda: holdings(impossible(k), k),
         ):
             with pytest.raises(ValueError, match="in step 1 participant 1 sends chunk 0"):
