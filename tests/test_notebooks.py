@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -449,7 +450,7 @@ def test_saved_docstring_that_would_be_too_long(package):
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    for name in ("IPYTHONDIR", "PYDEVD_DISABLE_FILE_VALIDATION"):  # the runner sets them
+    for name in ("IPYTHONDIR", "TMPDIR", "PYDEVD_DISABLE_FILE_VALIDATION"):  # the runner sets them
         monkeypatch.setenv(name, "")
 
 
@@ -478,6 +479,20 @@ def test_runner_refreshes(tmp_path, capsys):
     page = built.with_suffix(".html").read_text()
     assert 'alt="a ring of 4"' in page
     assert 'href="02_next.html"' in page
+
+
+def test_runner_leaves_no_temporary_files(tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    use = "from multiprocessing.util import get_temp_dir\nget_temp_dir()"
+    status, built = run(tmp_path, use)
+    assert (
+        status == 0
+        and str(temporary) in code(nbformat.read(built, 4))[0].outputs[0].data["text/plain"]
+    )
+    assert list(temporary.iterdir()) == []
 
 
 def page_of(*values, markdown="# A title"):

@@ -208,9 +208,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     args.build.mkdir(parents=True, exist_ok=True)
 
-    # Neither the reader's IPython profile nor a debugger's warning belongs into the results.
-    with tempfile.TemporaryDirectory() as profile:
-        os.environ.update(IPYTHONDIR=profile, PYDEVD_DISABLE_FILE_VALIDATION="1")
+    # Neither the reader's IPython profile nor a debugger's warning belongs into the results. A
+    # kernel is killed: what it leaves in its folder for temporary files goes with ours.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        os.environ.update(IPYTHONDIR=own, TMPDIR=own, PYDEVD_DISABLE_FILE_VALIDATION="1")
         return run_all(chosen, args)
 
 
