@@ -162,9 +162,10 @@ def _hidden_main() -> Iterator[None]:
 def _tidy_server() -> Iterator[None]:
     """Keep a fork server that starts now from importing what lies in the current directory.
 
-    Torch's compiler, which it imports, makes a folder: let that be in one that is removed.
+    Torch's compiler, which it imports, makes folders: let them be in one that is removed.
     """
-    ours = {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_CACHE_DIR": get_temp_dir()}
+    own = get_temp_dir()
+    ours = {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_CACHE_DIR": own, "TMPDIR": own}
     before = {name: os.environ[name] for name in ours if name in os.environ}
     os.environ.update(ours)
     try:

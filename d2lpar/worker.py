@@ -18,6 +18,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -118,6 +119,7 @@ def _prepare(rank: int, world_size: int, job: Job, memory: SharedMemory | None) 
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     loopback = {"darwin": "lo0", "win32": "Loopback Pseudo-Interface 1"}.get(sys.platform, "lo")
     os.environ["GLOO_SOCKET_IFNAME"] = loopback  # left alone, gloo may choose an outward interface
+    tempfile.tempdir = None  # the fork server's
     linecache.cache.update(job.sources)
     torch.set_num_threads(job.threads)
     torch.manual_seed(rank)  # copies of one server, they would all draw the same numbers

@@ -228,10 +228,11 @@ def test_the_executor_between_ranks_of_notebook_03_takes_exchanges_too():
     imports = "import torch, torch.distributed as dist\nfrom itertools import accumulate\n"
     imports += "from d2lpar.collectives import part_of\nfrom d2lpar.schedules import num_chunks\n"
     exec(imports + cell, names := {"__name__": "__main__"})
+    run_my_moves = names["run_my_moves"]
 
     def add_up(rank, world_size):
         tensor = torch.full((5,), 10.0**rank)
-        names["run_my_moves"](recursive_doubling(world_size), tensor, rank)
+        run_my_moves(recursive_doubling(world_size), tensor, rank)
         return tensor.tolist()
 
     assert launch(add_up, 4, timeout=60) == [[1111.0] * 5] * 4

@@ -38,7 +38,7 @@ LIMITS = {
 }
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
-PROBE = "import torch; print(torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())"
+PROBE = "import torch; print(torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())"
 
 
 def environment(setting: Setting) -> dict[str, str]:
@@ -58,8 +58,8 @@ def probe(setting: Setting) -> Setting:
     done = subprocess.run(
         command, env=environment(setting), capture_output=True, text=True, check=True
     )
-    kernels, threads = done.stdout.split()
-    return Setting(kernels, int(threads))
+    threads, kernels = done.stdout.strip().split(" ", 1)
+    return Setting(kernels.replace("NO AVX", "DEFAULT"), int(threads))  # as torch 2.6 calls it
 
 
 def available(runs: tuple[Setting, ...]) -> dict[str, Setting]:
