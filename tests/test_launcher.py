@@ -837,7 +837,9 @@ class Lab:
     def __init__(self, folder):
         self.folder, self.channels = folder, None
         self.token = uuid.uuid4().hex
+        self.scratch = tempfile.TemporaryDirectory(prefix="d2l-")  # its kernel will be killed
         variables = {name: str(folder) for name in ("HOME", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
+        variables["TMPDIR"] = self.scratch.name
         command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
         command += ["--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", "--ServerApp.port_retries=0"]
         self.server = subprocess.Popen(
@@ -903,6 +905,7 @@ class Lab:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.server.wait()
+        self.scratch.cleanup()
 
     def kernel_processes(self):
         with contextlib.suppress(psutil.NoSuchProcess):
