@@ -86,9 +86,7 @@ def describe_schedule(schedule, k: int) -> str:
         return f"schedule {schedule!r}"
     if not isinstance(schedule, Hashable):
         kind = type(schedule).__name__
-        raise TypeError(
-            f"the schedule, of type {kind}, cannot be hashed: @dataclass(frozen=True) can"
-        )
+        raise TypeError(f"{kind}, a schedule, is not hashable: make it @dataclass(frozen=True)")
     name = getattr(schedule, "__qualname__", type(schedule).__qualname__)
     return f"schedule {name} ({_digest_of_moves(schedule, k)})"
 

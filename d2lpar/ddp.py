@@ -235,6 +235,7 @@ class DistributedDataParallel(nn.Module):
 
         Raises:
             TypeError: hook is no function; from backward, it has returned no future.
+            TimeoutError: from backward, the future has no result within the group's time limit.
             RuntimeError: there is one already.
             ValueError: weight is "rows", for which we reduce ourselves.
         """

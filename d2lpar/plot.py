@@ -289,7 +289,7 @@ class Board:
     """The live board: ``train(…, on_progress=Board())`` draws loss and accuracy after every epoch.
 
     It updates one display, at most once in ``interval`` seconds and after a run's last epoch. Only
-    then does it add the PNG, which takes longer. ``picture`` is what it drew last, PNG and all.
+    then does it add the PNG, which takes longer. ``picture`` is what it drew last.
     """
 
     def __init__(self, title: str = "", interval: float = 0.3):

@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 import torch
@@ -175,7 +175,7 @@ class Reducer:
             if reduced is None:
                 ranks.allreduce(bucket.flat, group=self._line)
             else:
-                bucket.values.copy_(reduced.wait())
+                bucket.values.copy_(_result_of(reduced, self._line.timeout))
                 ranks.allreduce(bucket.manifest, group=self._line)
         if self.timeline is not None:
             self.timeline.append((bucket.number, begin, time.perf_counter()))
@@ -222,6 +222,18 @@ def _on_gradient(me: weakref.ref, b: int, i: int, param: nn.Parameter) -> None:
     if reducer is not None and reducer._averages:
         with reducer._lock:
             reducer._gradient_is_ready(reducer.buckets[b], i)
+
+
+def _result_of(future: torch.futures.Future, timeout: float) -> torch.Tensor:
+    """Wait for what a communication hook has begun; torch's ``wait`` alone has no limit."""
+    done = Event()
+    future.add_done_callback(lambda _: done.set())
+    if not done.wait(timeout):
+        raise TimeoutError(
+            f"the communication hook's future had no result after {timeout:g} s: has what was to "
+            "set it failed, or has another rank not called its hook?"
+        )
+    return future.wait()
 
 
 def _tensors_in(output: Any) -> list[torch.Tensor]:

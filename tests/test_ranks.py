@@ -982,7 +982,10 @@ def test_bad_arguments_are_refused_alike_on_all_ranks(way):
         "list": ("TypeError", "the tensor is a list, not a tensor"),
         "none": ("TypeError", "the tensor is a NoneType, not a tensor"),
         "schedule": ("TypeError", "schedule must be a function such as ring, not int"),
-        "unhashable": ("TypeError", "the schedule, of type Unhashable, cannot be hashed"),
+        "unhashable": (
+            "TypeError",
+            "Unhashable, a schedule, is not hashable: make it @dataclass(frozen=True)",
+        ),
         "moves": ("ValueError", "does not send a chunk between two of 2 participants"),
         "src": ("ValueError", "src is 2, but the group has the ranks [0, 1]"),
         "timeout": ("ValueError", "timeout must be a positive number of seconds, not"),

@@ -384,6 +384,17 @@ def test_hook_that_returns_no_future_is_refused():
     launch(train, 2, timeout=LIMIT)
 
 
+def test_hook_whose_future_is_never_done_is_not_waited_for_without_limit():
+    def train(rank, world_size):
+        ranks.use_messages(timeout=0.5)
+        model = DistributedDataParallel(linear())
+        model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+        with pytest.raises(TimeoutError, match=r"had no result after 0\.5 s"):
+            model(rows(rank)).sum().backward()
+
+    launch(train, 2, timeout=20)
+
+
 def test_hook_is_called_for_each_bucket_and_may_keep_a_state():
     def keep(state, bucket):
         last = bucket.is_last()
