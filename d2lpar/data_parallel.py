@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 from .collectives import is_low_precision
 from .devices import check_devices, move
@@ -164,7 +165,7 @@ def parallel_apply(
 
     The caller's own thread takes the first. ``inputs[i]`` is the tuple or list of the arguments of
     ``modules[i]``, or its only argument. Every thread has the caller's grad mode, inference mode,
-    autocast and ledger; other settings that torch keeps for each thread, such as hooks on saved
+    autocast (torch's or ours) and ledger; other settings that torch keeps for each thread, such as hooks on saved
     tensors, hold for the first module only. On a CPU all draw random numbers from one generator, in
     no certain order.
 
@@ -211,6 +212,8 @@ def _modes(device: torch.device) -> list:
     for kind in sorted({"cpu", device.type}):
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             modes.append(torch.autocast(kind))  # with the dtype that is set now
+    own = _get_current_function_mode_stack()  # private; of ours, only autocast is such a mode
+    modes += [mode.copy() for mode in own if hasattr(mode, "copy")]
     if device.type == "cuda":
         modes += [
             torch.cuda.device(device),

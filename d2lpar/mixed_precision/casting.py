@@ -1,0 +1,245 @@
+"""Autocast: inside a region, each of torch's functions chooses the precision it computes in.
+
+Products of matrices are computed in 16 bits, where processors are fast; losses, and what has a
+large range, in float32; a few functions in the widest type that they are given. All others compute
+in the type of their arguments. The lists are torch's own. Notebook 08 builds this file. Sources:
+Micikevicius et al., "Mixed Precision Training" (ICLR 2018), and ``torch.autocast``.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+LOW_DTYPES = torch.float16, torch.bfloat16
+
+
+class Lists(NamedTuple):
+    """Names of functions, by the precision in which they compute."""
+
+    low: frozenset[str]  # the region's 16 bits
+    full: frozenset[str]  # float32
+    widest: frozenset[str]  # the widest type among the arguments
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_PRODUCTS = _names("""
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
+    linear prelu scaled_dot_product_attention matmul __matmul__ __rmatmul__ mm bmm addmm addbmm
+    baddbmm linalg_vecdot chain_matmul linalg_multi_dot einsum
+""")
+_LOSSES = _names("""
+    binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy
+    cross_entropy_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss
+    multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d nll_loss_nd poisson_nll_loss
+    smooth_l1_loss soft_margin_loss triplet_margin_loss
+""")
+# On CPUs what only lacked 16-bit kernels is in float32: Fourier transforms, linear algebra, pools.
+_CPU = Lists(
+    low=_PRODUCTS | _names("tensordot _addmm_activation _native_multi_head_attention"),
+    full=_LOSSES
+    | _names("""
+        _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d adaptive_max_pool3d_with_indices
+        avg_pool3d cdist cholesky cholesky_inverse cholesky_solve ctc_loss det
+        fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2
+        fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
+        fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
+        fractional_max_pool3d_with_indices geqrf grid_sample grid_sampler grid_sampler_2d
+        grid_sampler_3d inverse linalg_cholesky linalg_cholesky_ex linalg_cond linalg_eig
+        linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv
+        linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve linalg_svd
+        linalg_svdvals linalg_tensorinv linalg_tensorsolve lu lu_solve max_pool3d
+        max_unpool1d max_unpool2d max_unpool3d multilabel_margin_loss_forward
+        nanquantile orgqr ormqr pinverse polar prod qr quantile reflection_pad1d
+        reflection_pad2d replication_pad1d replication_pad2d replication_pad3d stft svd trace
+        triangular_solve view_as_complex
+    """),
+    widest=_names("cat concat concatenate stack hstack vstack index_copy"),
+)
+# On GPUs it is what has a large range, or adds up many numbers.
+_GPU = Lists(
+    low=_PRODUCTS
+    | _names("""
+        addmv addr mv convolution cudnn_convolution cudnn_convolution_transpose lstm_cell gru_cell
+        rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell
+        _scaled_dot_product_flash_attention
+    """),
+    full=_LOSSES
+    | _names("""
+        acos asin cosh erfinv exp expm1 log log10 log1p log2 logsumexp pow __pow__ __rpow__
+        reciprocal rsqrt sinh softplus tan cosine_similarity cumprod cumsum prod sum softmax
+        log_softmax layer_norm native_layer_norm group_norm rms_norm norm frobenius_norm
+        nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm cdist dist pdist
+        interpolate upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
+        upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d
+        _upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bilinear2d_aa
+        _upsample_bicubic2d_aa
+    """),
+    widest=_names("""
+        addcdiv addcmul atan2 bilinear cat concat concatenate stack hstack vstack cross dot vdot
+        grid_sample grid_sampler index_put scatter_add tensordot
+    """),
+)
+LISTS = MappingProxyType({"cpu": _CPU, "cuda": _GPU})
+# Made of functions in the lists, which they call where a function mode does not see it.
+UNSEEN = _names("""
+    linear_cross_entropy multi_head_attention_forward lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell
+    rnn_relu_cell
+""")
+
+# The innermost region of each device type, in this thread.
+_REGIONS: ContextVar[MappingProxyType] = ContextVar("regions", default=MappingProxyType({}))
+
+
+class autocast(TorchFunctionMode):  # noqa: N801 (torch's name)
+    """A region in which torch's functions choose their precision, as ``torch.autocast`` is.
+
+    A context manager, or a decorator of a function. What a function computes is what it computes
+    under ``torch.autocast``, to the last bit, and so are its gradients. Only tensors of
+    ``device_type`` are cast, and of those neither float64 nor integers. A float32 weight (a leaf
+    that requires gradients) is cast once, however often it is used, and its cast is forgotten at
+    the end of the outermost region, since the optimiser is about to change the weight: end the
+    region before ``backward``. Calls with ``out=`` and functions that work in place cast nothing.
+
+    A function mode sees the functions that Python calls, but not what those call inside. So
+    ``nn.MultiheadAttention`` and ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` compute in the type of
+    their arguments, with a warning; ``einsum`` and ``tensordot`` on a CPU round their arguments first, torch its
+    intermediate results. Recomputation by ``torch.utils.checkpoint`` needs the region in its
+    ``context_fn``.
+
+    Args:
+        device_type: "cpu" or "cuda", which differ in their lists.
+        dtype: torch.float16 or torch.bfloat16; None: bfloat16 on CPUs, float16 on GPUs. With
+            another type nothing is cast, and a warning says so, as torch's does.
+        enabled: False: nothing is cast inside, whatever region this one is in.
+        cache_enabled: whether casts of weights are kept; None: as in the region around.
+        emulate: compute products in float32, from arguments rounded to 16 bits, and round the
+            result, as tensor cores do. On a CPU without 16-bit arithmetic this is much faster than
+            computing in 16 bits. It saves less memory.
+
+    Raises:
+        ValueError: there are no lists for ``device_type``.
+    """
+
+    def __init__(
+        self,
+        device_type: str = "cpu",
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        emulate: bool = False,
+    ):
+        super().__init__()
+        if device_type not in LISTS:
+            raise ValueError(f"device_type has to be 'cpu' or 'cuda', not {device_type!r}")
+        if dtype is None:
+            dtype = torch.bfloat16 if device_type == "cpu" else torch.float16
+        if enabled and dtype not in LOW_DTYPES:
+            warnings.warn(
+                f"autocast casts to torch.float16 or torch.bfloat16, not {dtype}: it is disabled",
+                stacklevel=2,
+            )
+            enabled = False
+        self.device_type, self.dtype, self.enabled = device_type, dtype, enabled
+        self.cache_enabled, self.emulate = cache_enabled, emulate
+        self._cache: dict | None = None
+        self._before = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        """Cast the arguments as the list says that ``function`` is in, then call it."""
+        kwargs = kwargs or {}
+        innermost = _REGIONS.get().get(self.device_type)
+        if not self.enabled or self is not innermost or kwargs.get("out") is not None:
+            return function(*args, **kwargs)
+        lists, name = LISTS[self.device_type], getattr(function, "__name__", "")
+        if name in lists.low:
+            return self._call_low(function, args, kwargs)
+        if name in lists.full or (name in lists.widest and self._has_float32([args, kwargs])):
+            args, kwargs = self._cast_all([args, kwargs], self._to_float32)
+        elif name in UNSEEN:
+            warnings.warn(
+                f"{name} computes in the type of its arguments: the products inside it are out of "
+                "sight of this autocast; torch.autocast sees them",
+                stacklevel=2,
+            )
+        return function(*args, **kwargs)
+
+    def _call_low(self, function, args, kwargs):
+        args, kwargs = self._cast_all([args, kwargs], self._to_low)
+        if not self.emulate:
+            return function(*args, **kwargs)
+        args, kwargs = self._cast_all([args, kwargs], self._to_float32)
+        return self._cast_all(function(*args, **kwargs), lambda x: x.to(self.dtype))
+
+    def _to_low(self, x):
+        is_weight = x.is_leaf and x.requires_grad and x.dtype == torch.float32 and not x._is_view()
+        if self._cache is None or not is_weight:
+            return x.to(self.dtype)
+        key = id(x), self.dtype
+        if key not in self._cache:
+            with torch.enable_grad():  # no_grad may end while the cast is still in use
+                self._cache[key] = x, x.to(self.dtype)  # holds x: its id is not used again
+        return self._cache[key][1]
+
+    def _to_float32(self, x):
+        return x.to(torch.float32)
+
+    def _cast_all(self, x, cast):
+        if isinstance(x, torch.Tensor):
+            return cast(x) if self._is_cast(x) else x
+        if isinstance(x, dict):
+            return {key: self._cast_all(value, cast) for key, value in x.items()}
+        if type(x) in (list, tuple):
+            return type(x)(self._cast_all(value, cast) for value in x)
+        return x
+
+    def _is_cast(self, x):
+        return x.device.type == self.device_type and x.dtype in (torch.float32, *LOW_DTYPES)
+
+    def _has_float32(self, x):
+        if isinstance(x, torch.Tensor):
+            return self._is_cast(x) and x.dtype == torch.float32
+        parts = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+        return any(map(self._has_float32, parts))
+
+    def __enter__(self):
+        regions = _REGIONS.get()
+        around = regions.get(self.device_type)
+        self._before.append((regions, self._cache))
+        self._cache = around._cache if around else {}
+        if self.cache_enabled is False:
+            self._cache = None
+        elif self.cache_enabled and self._cache is None:
+            self._cache = {}
+        _REGIONS.set(MappingProxyType({**regions, self.device_type: self}))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        regions, self._cache = self._before.pop()
+        _REGIONS.set(regions)
+        return super().__exit__(*error)
+
+    def copy(self) -> "autocast":
+        """Return a region with the same settings: for another thread, or for one more call."""
+        return autocast(
+            self.device_type, self.dtype, self.enabled, self.cache_enabled, emulate=self.emulate
+        )
+
+    def __call__(self, function: Callable) -> Callable:
+        """Return ``function`` with its body in such a region."""
+
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self.copy():
+                return function(*args, **kwargs)
+
+        return inside

@@ -1,0 +1,200 @@
+"""A loss that is scaled, so that small gradients are not rounded to zero.
+
+float16 has nothing below 6e-8, and many gradients are smaller. Multiplied by the scale, the loss
+has gradients that are as much larger; before the step they are divided again. If the scale is too
+large, gradients overflow: the step is skipped and the scale backs off. Notebook 08 builds this
+file. Sources: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), ``torch.amp.GradScaler``
+and the loss scaler of NVIDIA's apex.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from .. import ranks
+
+SMALLEST_SCALE = 2.0**-24  # of what fits into float16, nothing overflows at this scale
+_SETTINGS = "growth_factor", "backoff_factor", "growth_interval"
+
+
+class GradScaler:
+    """Scales a loss, unscales its gradients, and chooses the scale, as ``torch.amp.GradScaler``.
+
+    One step is ``scaler.scale(loss).backward()``, ``scaler.step(optimizer)``, ``scaler.update()``.
+    A step is skipped where a gradient is infinite or NaN. After ``growth_interval`` steps in a row
+    that are not, the scale grows; after one that is, it backs off. With ``growth_factor`` and
+    ``backoff_factor`` 1 the scale is static.
+
+    Args:
+        device: where losses are, "cpu" or "cuda"; taken as torch takes it, and not needed.
+        init_scale: the first scale.
+        growth_factor: what the scale is multiplied by when it grows, at least 1.
+        backoff_factor: what it is multiplied by after a skipped step, at most 1.
+        growth_interval: the number of good steps in a row after which it grows.
+        enabled: False: the loss is not scaled, ``step`` is the optimiser's, the rest does nothing.
+        group: whose ranks agree on whether a step is skipped. Needed where ranks hold different
+            gradients, such as parts of one model; after DistributedDataParallel's average an
+            infinity is on all ranks. None: this process decides alone.
+
+    Raises:
+        ValueError: a factor is on the wrong side of 1, or another argument is not positive.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ):
+        if not (init_scale > 0 and growth_interval > 0):
+            raise ValueError(
+                f"init_scale and growth_interval must be positive: {init_scale}, {growth_interval}"
+            )
+        if not (growth_factor >= 1 >= backoff_factor > 0):
+            raise ValueError(
+                "growth_factor must be at least 1, and backoff_factor at most 1 and positive: "
+                f"{growth_factor}, {backoff_factor}"
+            )
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval, self.group = growth_interval, group
+        self._enabled = enabled
+        self._scale = torch.tensor(float(init_scale))  # a float32, as torch's
+        self._good_steps = 0  # in a row
+        self._found: dict[Optimizer, bool] = {}  # since the last update: was there an infinity
+        self._stepped: set[Optimizer] = set()
+
+    def is_enabled(self) -> bool:
+        """Return whether anything is scaled."""
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """Return the scale; 1 where nothing is scaled."""
+        return self._scale.item() if self._enabled else 1.0
+
+    def scale(self, outputs: Any) -> Any:
+        """Return the loss times the scale; a tuple or list of losses likewise, each scaled."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            return outputs * self._scale.to(outputs.device)
+        if not isinstance(outputs, (tuple, list)):
+            raise TypeError(f"scale takes a loss, or several, and not {type(outputs).__name__}")
+        return type(outputs)(map(self.scale, outputs))
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of an optimiser's parameters by the scale, in place.
+
+        ``step`` does it where it has not been done. Call it before what reads gradients, such as
+        ``clip_grad_norm_``.
+
+        Raises:
+            RuntimeError: it was called already since the last ``update``, or no parameter has a
+                gradient.
+            ValueError: a gradient is float16, in which unscaling would round it to zero again.
+        """
+        if not self._enabled:
+            return
+        if optimizer in self._found:
+            raise RuntimeError("unscale_ was called already for this optimiser since update")
+        if hasattr(optimizer, "take_gradients"):  # of 16-bit parameters, to float32 masters
+            optimizer.take_gradients()
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        grads = [param.grad for param in params if param.grad is not None]
+        if any(grad.dtype == torch.float16 for grad in grads):
+            raise ValueError(
+                "gradients are float16: give the optimiser float32 parameters (autocast keeps "
+                "them), or float32 masters (MasterWeights)"
+            )
+        if not grads and self.group is None:
+            raise RuntimeError("no parameter of this optimiser has a gradient: call backward first")
+        found = self._unscaled(grads)
+        if self.group is not None:
+            ranks.allreduce(found, op="max", group=self.group, label="found_inf")
+        self._found[optimizer] = bool(found)
+
+    def _unscaled(self, grads: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Divide by the scale, in place; return 1 if something is not finite, else 0."""
+        inverse, found = self._scale.double().reciprocal().float(), torch.zeros(())
+        for grad in grads:
+            values = grad._values() if grad.is_sparse else grad
+            values.mul_(inverse.to(values.device))
+            found = found.maximum((~values.isfinite().all()).float().to(found.device))
+        return found
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale, where that was not done, and step unless a gradient is infinite or NaN.
+
+        Returns what ``optimizer.step`` returns; None where the step is skipped. Raises RuntimeError
+        when called twice for an optimiser without ``update``, and for a closure, which would
+        compute gradients that nobody has unscaled.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if args or "closure" in kwargs:
+            raise RuntimeError("step takes no closure: its gradients would stay scaled")
+        if optimizer in self._stepped:
+            raise RuntimeError("step was called already for this optimiser since update")
+        if optimizer not in self._found:
+            self.unscale_(optimizer)
+        self._stepped.add(optimizer)
+        return None if self._found[optimizer] else optimizer.step(**kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Choose the next scale, or take ``new_scale``: once after the step of every optimiser.
+
+        Raises:
+            RuntimeError: no step, nor ``unscale_``, came before.
+            FloatingPointError: the scale has fallen below 2^-24. Where gradients are still not
+                finite, NaN is the reason, and no scale mends it.
+        """
+        if not self._enabled:
+            return
+        if new_scale is None and not self._found:
+            raise RuntimeError("update comes after step: no optimiser was unscaled since the last")
+        if new_scale is not None:
+            self._scale = torch.as_tensor(new_scale, dtype=torch.float32).detach().cpu().clone()
+        elif any(self._found.values()):
+            self._scale, self._good_steps = self._times(self.backoff_factor), 0
+        else:
+            self._good_steps += 1
+            if self._good_steps == self.growth_interval:
+                grown = self._times(self.growth_factor)
+                self._scale = grown if grown.isfinite() else self._scale
+                self._good_steps = 0
+        skipped = any(self._found.values())
+        self._found, self._stepped = {}, set()
+        if skipped and self._scale < SMALLEST_SCALE:
+            raise FloatingPointError(
+                f"the scale has fallen to {self._scale.item():.3g}, and gradients are still not "
+                "finite: this is NaN, not overflow. Look for it with torch.autograd.detect_anomaly"
+            )
+
+    def _times(self, factor: float) -> torch.Tensor:
+        return (self._scale.double() * factor).float()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale, the settings and the count of good steps; {} where disabled."""
+        if not self._enabled:
+            return {}
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        return {"scale": self.get_scale(), **settings, "_growth_tracker": self._good_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a ``state_dict``, ours or torch's; RuntimeError where it is empty."""
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise RuntimeError("the state is empty: it was saved by a scaler that was disabled")
+        self._scale = torch.tensor(float(state_dict["scale"]))
+        self._good_steps = state_dict["_growth_tracker"]
+        for name in _SETTINGS:
+            setattr(self, name, state_dict[name])

@@ -1,0 +1,256 @@
+"""Four levels of mixed precision, as NVIDIA's apex named them: O0, O1, O2 and O3.
+
+A level is a row of a table: which casts there are, what stays in float32, how the loss is scaled.
+O1 is what became ``torch.autocast``. O2 keeps the parameters in 16 bits and trains a float32 copy
+of them, the master weights: 16 bits are too few to add a small step to a large weight. Notebook 08
+builds this file. Source: apex.amp, which NVIDIA deleted in May 2025; Micikevicius et al., "Mixed
+Precision Training" (ICLR 2018).
+"""
+
+from types import MappingProxyType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from .casting import LOW_DTYPES, autocast
+from .grad_scaler import GradScaler
+
+
+class Level(NamedTuple):
+    """The properties of an opt level."""
+
+    cast_functions: bool  # autocast in forward
+    cast_model: bool  # 16-bit parameters and buffers
+    keep_batchnorm_fp32: bool  # where the model is cast
+    master_weights: bool  # float32 copies, which the optimiser trains
+    loss_scale: float | str
+
+
+LEVELS = MappingProxyType(
+    {
+        "O0": Level(False, False, True, False, 1.0),
+        "O1": Level(True, False, True, False, "dynamic"),
+        "O2": Level(False, True, True, True, "dynamic"),
+        "O3": Level(False, True, False, False, 1.0),
+    }
+)
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: Optimizer,
+    opt_level: str = "O1",
+    loss_scale: float | str | None = None,
+    keep_batchnorm_fp32: bool | None = None,
+    *,
+    dtype: torch.dtype = torch.float16,
+    emulate: bool = False,
+) -> tuple[nn.Module, Optimizer, GradScaler]:
+    """Return the model, an optimiser and a GradScaler, made ready for an opt level.
+
+    The model is changed in place; wrap it in DistributedDataParallel afterwards. Its outputs are
+    float32, in any structure of tuples, lists and dicts. In O2 the optimiser returned is a
+    ``MasterWeights`` around yours. Then train as with ``torch.amp``: ``scaler.scale(loss)``,
+    ``scaler.step(optimizer)``, ``scaler.update()``.
+
+    Args:
+        model: with float32 parameters.
+        optimizer: of the model's parameters, before its first step.
+        opt_level: "O0", "O1", "O2" or "O3".
+        loss_scale: "dynamic" or a number, which is kept; 1 scales nothing and skips no step. None:
+            as the level has it, and 1 for bfloat16, whose range is float32's.
+        keep_batchnorm_fp32: for O2 and O3: whether BatchNorm keeps float32 parameters and buffers.
+            None: as the level has it.
+        dtype: torch.float16 or torch.bfloat16.
+        emulate: compute products as ``autocast`` does with ``emulate``.
+
+    Raises:
+        ValueError: an argument is none of these; or in O3 a loss is to be scaled, whose float16
+            gradients unscaling would round to zero again.
+        TypeError: the model is wrapped for several devices already, or its parameters are not
+            float32.
+        RuntimeError: the optimiser has made a step.
+    """
+    level = _chosen(opt_level, loss_scale, keep_batchnorm_fp32, dtype)
+    _check_model(model)
+    if optimizer.state:
+        raise RuntimeError("the optimiser has made a step: initialize comes before training")
+    if level.cast_model:
+        cast_model(model, dtype, level.keep_batchnorm_fp32)
+    if level.master_weights:
+        optimizer = MasterWeights(optimizer)
+    if level.cast_functions or level.cast_model:
+        device = next((param.device.type for param in model.parameters()), "cpu")
+        region = autocast(device, dtype, level.cast_functions or emulate, emulate=emulate)
+        model.casting = Casting(region, dtype if level.cast_model else None)
+        model.forward = MethodType(_cast_forward, model)  # bound: a replica gets its own
+    return model, optimizer, _scaler(level.loss_scale)
+
+
+class Casting(NamedTuple):
+    """How an initialised model's forward casts."""
+
+    region: autocast
+    inputs: torch.dtype | None  # what floating-point inputs are cast to
+
+
+def _cast_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of the module's class in a region; return its outputs in float32."""
+    if self.casting.inputs:
+        args, kwargs = _cast((args, kwargs), self.casting.inputs)
+    with self.casting.region.copy():
+        outputs = type(self).forward(self, *args, **kwargs)
+    return _cast(outputs, torch.float32)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.to(dtype) if x.dtype in (torch.float32, *LOW_DTYPES) else x
+    if isinstance(x, dict):
+        return {key: _cast(value, dtype) for key, value in x.items()}
+    return type(x)(_cast(part, dtype) for part in x) if type(x) in (list, tuple) else x
+
+
+def _chosen(opt_level, loss_scale, keep_batchnorm_fp32, dtype) -> Level:
+    """Return the level with what was given in place of its own."""
+    if opt_level not in LEVELS:
+        raise ValueError(f"opt_level has to be one of {', '.join(LEVELS)}, not {opt_level!r}")
+    if dtype not in LOW_DTYPES:
+        raise ValueError(f"dtype has to be torch.float16 or torch.bfloat16, not {dtype}")
+    level = LEVELS[opt_level]
+    if keep_batchnorm_fp32 is not None:
+        if not level.cast_model:
+            raise ValueError(f"keep_batchnorm_fp32 is for O2 and O3: {opt_level} casts no parameter")
+        level = level._replace(keep_batchnorm_fp32=keep_batchnorm_fp32)
+    if loss_scale is None and dtype == torch.bfloat16:
+        loss_scale = 1.0
+    if loss_scale is not None:
+        if loss_scale != "dynamic" and not (
+            isinstance(loss_scale, (int, float)) and loss_scale > 0
+        ):
+            raise ValueError(f"loss_scale has to be 'dynamic' or positive, not {loss_scale!r}")
+        level = level._replace(loss_scale=loss_scale)
+    if opt_level == "O3" and level.loss_scale != 1:
+        raise ValueError(
+            f"loss_scale {level.loss_scale} in O3: its 16-bit gradients would be rounded to zero "
+            "again when they are unscaled. O2 unscales in float32."
+        )
+    return level
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(getattr(model, "module", None), nn.Module) and "Parallel" in type(model).__name__:
+        raise TypeError(
+            f"the model is a {type(model).__name__}: initialize model.module, then wrap it"
+        )
+    for name, param in model.named_parameters():
+        if param.dtype != torch.float32:
+            raise TypeError(f"{name} is {param.dtype}: initialize casts a float32 model itself")
+
+
+def _scaler(loss_scale: float | str) -> GradScaler:
+    if loss_scale == "dynamic":
+        return GradScaler()
+    if loss_scale == 1:
+        return GradScaler(enabled=False)
+    return GradScaler(init_scale=loss_scale, growth_factor=1.0, backoff_factor=1.0)
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool = True) -> None:
+    """Cast parameters and buffers to 16 bits, in place; BatchNorm's may stay float32.
+
+    Every parameter stays the same object, so tied weights stay tied and an optimiser has them.
+    """
+    for part in model.modules():
+        if keep_batchnorm_fp32 and isinstance(part, _BatchNorm):
+            continue
+        for param in part.parameters(recurse=False):
+            param.data = param.data.to(dtype)
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                part._buffers[name] = buffer.to(dtype)
+
+
+class MasterWeights(Optimizer):
+    """An optimiser of float32 copies of 16-bit parameters, into which they are rounded back.
+
+    ``step`` takes the parameters' gradients to the copies, in float32, steps there, and rounds the
+    copies into the parameters. A step that is too small for 16 bits is not lost: it adds up in the
+    copies. ``param_groups`` holds them, so learning-rate schedulers work, and so does
+    ``clip_grad_norm_`` on what ``param_groups`` holds, after ``scaler.unscale_``.
+
+    Args:
+        optimizer: of parameters of which some have 16 bits; it trains the copies from now on.
+    """
+
+    def __init__(self, optimizer: Optimizer):
+        self.optimizer = optimizer
+        self.masters: dict[torch.Tensor, nn.Parameter] = {}  # by 16-bit parameter
+        self._have_gradients = False
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its 16-bit parameters get masters."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["params"] = [self._master_of(param) for param in group["params"]]
+
+    def _master_of(self, param: torch.Tensor) -> torch.Tensor:
+        if param.dtype not in LOW_DTYPES:
+            return param
+        self.masters[param] = nn.Parameter(param.detach().float(), param.requires_grad)
+        return self.masters[param]
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Give the masters the parameters' gradients, in float32. ``step`` does it where needed."""
+        for param, master in self.masters.items():
+            master.grad = None if param.grad is None else param.grad.float()
+        self._have_gradients = True
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Step on the masters, and round them into the parameters; takes no closure."""
+        if closure is not None:
+            raise TypeError("step takes no closure: the masters would not get its gradients")
+        if not self._have_gradients:
+            self.take_gradients()
+        self.optimizer.step()
+        for param, master in self.masters.items():
+            param.copy_(master)
+        self._have_gradients = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of parameters and masters."""
+        super().zero_grad(set_to_none)
+        for param in self.masters:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+        self._have_gradients = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimiser within, and the masters, in order."""
+        masters = [master.detach() for master in self.masters.values()]
+        return {**self.optimizer.state_dict(), "masters": masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a ``state_dict``; the parameters become the masters, rounded.
+
+        Raises ValueError where the state has other masters: of another number, or other shapes.
+        """
+        saved = state_dict["masters"]
+        ours, theirs = [[tuple(m.shape) for m in ms] for ms in (self.masters.values(), saved)]
+        if ours != theirs:
+            raise ValueError(f"the state has masters of shapes {theirs}, the optimiser {ours}")
+        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != "masters"})
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        for (param, master), value in zip(self.masters.items(), saved, strict=True):
+            master.copy_(value)
+            param.copy_(master)

@@ -1,0 +1,329 @@
+"""Opt levels: which casts each makes, master weights, and what resumes from a checkpoint."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from d2lpar import DataParallel, load_checkpoint, save_checkpoint
+from d2lpar.mixed_precision import MasterWeights, autocast, initialize
+from d2lpar.mixed_precision.opt_levels import LEVELS
+
+LOW = torch.float16
+
+
+class Net(nn.Module):
+    """Convolution, BatchNorm and two linear layers that share their weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+        self.seen = []
+
+    def forward(self, X):
+        h = self.norm(self.conv(X)).relu()
+        self.seen.append((X.dtype, h.dtype))
+        return {"logits": self.second(self.first(h.mean(1).flatten(1)).relu())}
+
+
+def made(level, lr=0.1, **options):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    return initialize(model, optimizer, level, **options)
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(8, 1, 4, 4, generator=generator)
+    return X, torch.randint(16, (8,), generator=generator)
+
+
+def train(model, optimizer, scaler, steps, first=0):
+    for i in range(first, first + steps):
+        X, y = batch(i)
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(X)["logits"], y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def dtypes(model):
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    kinds = {"norm": set(), "rest": set()}
+    for name, x in state.items():
+        if x.is_floating_point():
+            kinds["norm" if name.startswith("norm") else "rest"].add(x.dtype)
+    return kinds["norm"], kinds["rest"]
+
+
+FULL = torch.float32
+EXPECTED = {  # BatchNorm's dtypes, the others', input, after BatchNorm, masters, scale
+    "O0": ({FULL}, {FULL}, FULL, FULL, False, 1.0),
+    "O1": ({FULL}, {FULL}, FULL, LOW, False, 2.0**16),
+    "O2": ({FULL}, {LOW}, LOW, LOW, True, 2.0**16),
+    "O3": ({LOW}, {LOW}, LOW, LOW, False, 1.0),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_casts_what_apexs_did(level):
+    model, optimizer, scaler = made(level)
+    output = model(batch()[0])["logits"]
+    norm, rest, given, inside, masters, scale = EXPECTED[level]
+    assert dtypes(model) == (norm, rest)
+    assert model.seen == [(given, inside)]
+    assert output.dtype == FULL
+    assert isinstance(optimizer, MasterWeights) == masters
+    assert scaler.get_scale() == scale
+    assert scaler.is_enabled() == (scale > 1)
+    in_optimizer = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    assert in_optimizer == ({LOW} if level == "O3" else {FULL})
+    assert all(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+
+
+def test_the_levels_are_apexs():
+    assert [tuple(LEVELS[name]) for name in ("O0", "O1", "O2", "O3")] == [
+        (False, False, True, False, 1.0),
+        (True, False, True, False, "dynamic"),
+        (False, True, True, True, "dynamic"),
+        (False, True, False, False, 1.0),
+    ]
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_keep_batchnorm_fp32_may_be_chosen(level):
+    for keep in (True, False):
+        model, _, _ = made(level, keep_batchnorm_fp32=keep)
+        assert dtypes(model)[0] == ({FULL} if keep else {LOW})
+        model(batch()[0])
+
+
+def test_loss_scale_may_be_chosen():
+    scaler = made("O2", loss_scale=128.0)[2]
+    assert (scaler.get_scale(), scaler.growth_factor, scaler.backoff_factor) == (128, 1, 1)
+    assert not made("O1", loss_scale=1)[2].is_enabled()
+    assert made("O0", loss_scale="dynamic")[2].get_scale() == 2**16
+    assert not made("O1", dtype=torch.bfloat16)[2].is_enabled()
+    assert made("O1", dtype=torch.bfloat16, loss_scale="dynamic")[2].is_enabled()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_moves_every_weight_in_every_level(level):
+    model, optimizer, scaler = made(level)
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    scaler.update(2.0) if scaler.is_enabled() else None
+    train(model, optimizer, scaler, 2)
+    for name, param in model.named_parameters():
+        assert name == "conv.bias" or not torch.equal(before[name], param)  # the norm removes it
+        assert before[name].dtype == param.dtype
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_tied_weights_stay_tied(level):
+    model, optimizer, scaler = made(level)
+    assert model.first.weight is model.second.weight
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(masters) == len(list(model.parameters())) == 7
+    train(model, optimizer, scaler, 2)
+    assert torch.equal(model.first.weight, model.second.weight)
+
+
+def test_emulated_o1_is_emulated_autocast_in_forward():
+    model, _, _ = made("O1", emulate=True)
+    plain = copy.deepcopy(model)
+    del plain.forward
+    X, _ = batch()
+    with autocast("cpu", LOW, emulate=True):
+        expected = Net.forward(plain, X)["logits"].float()
+    assert torch.equal(model(X)["logits"], expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_replicas_of_data_parallel_cast_their_own(level):
+    model, _, _ = made(level)
+    X, _ = batch()
+    model.eval()
+    whole = model(X)["logits"]
+    parallel = DataParallel(model, ["cpu", "cpu"])(X)["logits"]
+    assert torch.allclose(parallel, whole, atol=2e-3)
+    with torch.no_grad():
+        model.second.bias += 1
+    assert torch.allclose(DataParallel(model, ["cpu", "cpu"])(X)["logits"], whole + 1, atol=4e-3)
+
+
+def test_a_copy_casts_with_its_own_weights():
+    model, _, _ = made("O2")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.second.bias += 1
+    X, _ = batch()
+    difference = twin.eval()(X)["logits"] - model.eval()(X)["logits"]
+    assert difference.mean().item() == pytest.approx(1, abs=0.1)
+
+
+# Master weights
+
+
+def test_masters_are_a_float32_run_of_rounded_weights():
+    """O2 by hand: float32 SGD, gradients taken at the rounded weights."""
+    param = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(0)).to(LOW))
+    by_hand = param.detach().float()
+    optimizer = MasterWeights(torch.optim.SGD([param], 1e-3))
+    for _ in range(20):
+        optimizer.zero_grad()
+        (param.float() ** 3).sum().backward()
+        by_hand -= 1e-3 * (3 * by_hand.to(LOW).float() ** 2).to(LOW).float()
+        optimizer.step()
+    (master,) = optimizer.param_groups[0]["params"]
+    assert torch.allclose(master, by_hand, rtol=0, atol=1e-7)
+    assert torch.equal(param, master.to(LOW))
+
+
+def test_small_steps_add_up_in_masters_only():
+    ends = []
+    for wrap in (MasterWeights, lambda optimizer: optimizer):
+        param = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        optimizer = wrap(torch.optim.SGD([param], 1e-3))
+        for _ in range(1000):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        ends.append(param.item())
+    assert ends == [pytest.approx(0, abs=1e-3), 1]
+
+
+def test_parameters_of_32_bits_are_their_own_masters():
+    low, full = nn.Parameter(torch.ones(1, dtype=LOW)), nn.Parameter(torch.ones(1))
+    optimizer = MasterWeights(torch.optim.SGD([low, full], 0.5))
+    assert optimizer.param_groups[0]["params"][1] is full
+    (low.float() + full).backward()
+    optimizer.step()
+    assert (low.item(), full.item()) == (0.5, 0.5)
+    optimizer.zero_grad()
+    assert low.grad is None
+    assert full.grad is None
+
+
+def test_zero_grad_may_keep_zeros():
+    low = nn.Parameter(torch.ones(1, dtype=LOW))
+    optimizer = MasterWeights(torch.optim.SGD([low], 0.5))
+    low.grad = torch.ones_like(low)
+    optimizer.take_gradients()
+    optimizer.zero_grad(set_to_none=False)
+    (master,) = optimizer.param_groups[0]["params"]
+    assert low.grad.item() == master.grad.item() == 0
+
+
+def test_groups_and_schedulers_work():
+    first, second = (nn.Parameter(torch.ones(1, dtype=LOW)) for _ in range(2))
+    optimizer = MasterWeights(torch.optim.SGD([first], 0.5))
+    optimizer.add_param_group({"params": [second], "lr": 0.25})
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for param in (first, second):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    scheduler.step()
+    optimizer.step()
+    assert (first.item(), second.item()) == (0.25, 0.625)
+
+
+def test_gradients_are_taken_again_after_a_skipped_step():
+    param = nn.Parameter(torch.ones(1, dtype=LOW))
+    optimizer = MasterWeights(torch.optim.SGD([param], 0.5))
+    param.grad = torch.full_like(param, float("inf"))
+    optimizer.take_gradients()  # the scaler finds it and does not step
+    optimizer.zero_grad()
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert param.item() == 0.5
+
+
+def test_master_weights_take_no_closure():
+    optimizer = MasterWeights(torch.optim.SGD([nn.Parameter(torch.ones(1, dtype=LOW))], 0.5))
+    with pytest.raises(TypeError, match="no closure"):
+        optimizer.step(lambda: None)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_checkpoint_resumes_bit_equal(level, tmp_path):
+    """Scaler and masters too: the scale grows after three steps, and small steps are in flight."""
+    whole = made(level, lr=1e-3)
+    whole[2].growth_interval = 3
+    train(*whole, 2)
+    model, optimizer, scaler = whole
+    state = optimizer.state_dict()
+    tensors = {f"model.{name}": x for name, x in model.state_dict().items()}
+    tensors |= {f"master.{i}": x for i, x in enumerate(state.get("masters", []))}
+    tensors |= {f"state.{i}": s["momentum_buffer"] for i, s in state["state"].items()}
+    info = {"groups": state["param_groups"], "scaler": scaler.state_dict()}
+    save_checkpoint(tmp_path / "a.safetensors", tensors, info)
+    train(*whole, 4, first=2)
+
+    tensors, info = load_checkpoint(tmp_path / "a.safetensors")
+    model, optimizer, scaler = resumed = made(level, lr=1.0)
+    parts = {"model": {}, "master": {}, "state": {}}
+    for key, x in tensors.items():
+        part, _, name = key.partition(".")
+        parts[part][name] = x
+    model.load_state_dict(parts["model"])
+    state = {int(i): {"momentum_buffer": x} for i, x in parts["state"].items()}
+    state = {"state": state, "param_groups": info["groups"]}
+    if level == "O2":
+        state["masters"] = [parts["master"][str(i)] for i in range(len(parts["master"]))]
+    optimizer.load_state_dict(state)
+    scaler.load_state_dict(info["scaler"])
+    train(*resumed, 4, first=2)
+    assert resumed[2].state_dict() == whole[2].state_dict()
+    assert resumed[2].get_scale() == 2.0**18
+    for ours, theirs in zip(resumed[0].parameters(), whole[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(*[x[1].param_groups[0]["params"] for x in (resumed, whole)]):  # noqa: B905
+        assert torch.equal(ours, theirs)
+
+
+def test_a_state_of_other_masters_is_refused():
+    optimizer = MasterWeights(torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=LOW))], 0.5))
+    state = optimizer.state_dict()
+    state["masters"] = [torch.ones(3)]
+    with pytest.raises(ValueError, match=r"shapes \[\(3,\)\], the optimiser \[\(2,\)\]"):
+        optimizer.load_state_dict(state)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        ({"opt_level": "O4"}, "one of O0, O1, O2, O3, not 'O4'"),
+        ({"dtype": torch.float64}, "torch.float16 or torch.bfloat16, not torch.float64"),
+        ({"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32 is for O2 and O3"),
+        ({"loss_scale": "static"}, "'dynamic' or positive, not 'static'"),
+        ({"loss_scale": 0}, "'dynamic' or positive, not 0"),
+        ({"opt_level": "O3", "loss_scale": 128.0}, "rounded to zero again"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_changes(options, complaint):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=complaint):
+        initialize(model, optimizer, **options)
+    assert model.weight.dtype == torch.float32
+    assert "forward" not in vars(model)
+
+
+def test_a_wrapped_a_cast_and_a_trained_model_are_refused():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with pytest.raises(TypeError, match=r"DataParallel: initialize model\.module, then wrap it"):
+        initialize(DataParallel(model, ["cpu", "cpu"]), optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="has made a step"):
+        initialize(model, optimizer, "O2")
+    with pytest.raises(TypeError, match=r"weight is torch\.float16"):
+        initialize(model.half(), torch.optim.SGD(model.parameters(), 0.1), "O2")
