@@ -4,6 +4,7 @@ The notebooks of this repository build what stands here; each file is one concep
 """
 
 from . import ranks
+from .batch_norm import SyncBatchNorm
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .collectives import (
     all_gather,
@@ -19,6 +20,7 @@ from .ddp import DistributedDataParallel, NaiveDistributedDataParallel
 from .devices import Ledger, choose_devices, count_bytes, move, try_all_gpus, try_gpu
 from .distributed_pipeline import DistributedPipeline
 from .launcher import RankError, launch
+from .mixed_precision import GradScaler, autocast, initialize
 from .network import init_params, lenet, loss, sgd
 from .parallel_loss import ChunkedLoss, DataParallelCriterion
 from .partition import cut

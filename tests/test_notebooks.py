@@ -411,6 +411,19 @@ def test_saved_cell_is_rewritten_in_its_own_order(package):
     assert saved_cells.rewrite(nb, package) == []
 
 
+def test_saved_cell_of_a_room(package):
+    (package / "room").mkdir()
+    (package / "boxes.py").rename(package / "room" / "boxes.py")
+    assert saved_cells.expected("#@save d2lpar.room.boxes\ndef double(): ...", package).endswith("x")
+    for stub, place in (
+        ("#@save d2lpar.room.bags\ndef f(): ...", "d2lpar/room/bags.py, which does not exist"),
+        ("#@save d2lpar.room.boxes\ndef f(): ...", "d2lpar/room/boxes.py has no function"),
+        ("#@save d2lpar.a.room.boxes\ndef f(): ...", "should read '#@save d2lpar.<file>'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(place)):
+            saved_cells.expected(stub, package)
+
+
 def test_saved_cells_are_formatted_as_ruff_does(package):
     assert saved_cells.expected(SAVED, package) == SAVED
     text = SAVED.replace("#@save", "# @save") + "\n"

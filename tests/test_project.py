@@ -18,9 +18,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = sorted(path for path in (ROOT / "d2lpar").glob("*.py") if path.stem != "__init__")
+PACKAGE = ROOT / "d2lpar"
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
 
-# From the ground up: a file imports only from files above it.
+# From the ground up: a file imports only from files above it. A room's files stand together.
 ORDER = (
     "devices",
     "data",
@@ -64,6 +65,12 @@ ORDER = (
     "splits",
     "checkpoint",
     "train_ddp",
+    "batch_norm",
+    "mixed_precision.casting",
+    "mixed_precision.grad_scaler",
+    "mixed_precision.opt_levels",
+    "mixed_precision.predivision",
+    "methods",
     "drawing",
     "figures",
     "gantt",
@@ -89,7 +96,12 @@ def files():
         yield from (Path(folder, name) for name in names)
 
 
-each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def dotted(path):
+    """A module's name within the package, such as mixed_precision.casting."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+each_module = pytest.mark.parametrize("path", MODULES, ids=dotted)
 
 
 # Dependencies
@@ -218,8 +230,8 @@ def test_readme_shows_only_commands_that_exist():
 
 
 def test_readme_maps_every_module_and_every_notebook():
-    rows = re.findall(r"(?:\| |<br>)`([a-z_]+\.py)` ", read("README.md"))
-    assert sorted(rows) == [path.name for path in MODULES]
+    rows = re.findall(r"(?:\| |<br>)`([a-z_/]+\.py)` ", read("README.md"))
+    assert sorted(rows) == sorted(path.relative_to(PACKAGE).as_posix() for path in MODULES)
     named = set(re.findall(r"\b\d\d_\w+\.ipynb", read("README.md")))
     assert sorted(named) == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 
@@ -232,14 +244,16 @@ def test_readme_is_short():
 
 
 def imports(path):
-    """The full names of the modules that a file imports, wherever in it."""
+    """The full names of the modules that a file of the package imports, wherever in it."""
+    package = ["d2lpar", *path.relative_to(PACKAGE).parent.parts]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            source = ".".join(filter(None, ["d2lpar" * bool(node.level), node.module]))
-            if source == "d2lpar":  # from d2lpar import ranks
-                yield from (f"d2lpar.{alias.name}" for alias in node.names)
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            source = ".".join([*above, *filter(None, [node.module])])
+            if source == "d2lpar" or not node.module:  # from d2lpar import ranks
+                yield from (f"{source}.{alias.name}" for alias in node.names)
             else:
                 yield source
 
@@ -248,26 +262,54 @@ def inner_imports(path):
     return [name.partition(".")[2] for name in imports(path) if name.split(".")[0] == "d2lpar"]
 
 
+def stands_above(name, path):
+    """Whether a module, or the whole room of that name, stands above a file in the order."""
+    place = ORDER.index(dotted(path))
+    files = [i for i, other in enumerate(ORDER) if other == name or other.startswith(f"{name}.")]
+    return bool(files) and max(files) < place
+
+
 def test_every_module_has_its_place():
-    assert {path.stem for path in MODULES} == set(ORDER)
+    assert sorted(map(dotted, MODULES)) == sorted(ORDER)
 
 
 @each_module
 def test_imports_point_one_way(path):
-    above = ORDER[: ORDER.index(path.stem)]
-    assert [name for name in inner_imports(path) if name not in above] == []
+    assert [name for name in inner_imports(path) if not stands_above(name, path)] == []
 
 
-def test_imports_are_seen(tmp_path):
+def test_imports_are_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     source = "from d2lpar.cost import x\nfrom . import ddp\ndef f():\n    import d2lpar.plot\n"
     (tmp_path / "x.py").write_text(source + "from .ranks import y\nimport d2lpar, torch.nn\n")
     assert sorted(inner_imports(tmp_path / "x.py")) == ["", "cost", "ddp", "plot", "ranks"]
+    (tmp_path / "room").mkdir()
+    source = "from . import a\nfrom .b import x\nfrom .. import ranks\nfrom ..c import y\n"
+    (tmp_path / "room" / "y.py").write_text(source + "from d2lpar.room import z\n")
+    expected = ["c", "ranks", "room", "room.a", "room.b"]
+    assert sorted(inner_imports(tmp_path / "room" / "y.py")) == expected
+
+
+@pytest.mark.parametrize(
+    "name, file, allowed",
+    [
+        ("mixed_precision.casting", "mixed_precision/opt_levels.py", True),
+        ("mixed_precision.opt_levels", "mixed_precision/casting.py", False),
+        ("mixed_precision", "methods.py", True),
+        ("mixed_precision", "mixed_precision/predivision.py", False),  # its own room's front door
+        ("mixed_precision", "ddp.py", False),
+        ("nothing", "ddp.py", False),
+    ],
+)
+def test_a_room_is_above_when_all_its_files_are(name, file, allowed):
+    assert stands_above(name, PACKAGE / file) == allowed
 
 
 @each_module
 def test_module_is_short_and_tested(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
-    assert (ROOT / "tests" / f"test_{path.name}").exists()
+    room = path.relative_to(PACKAGE).parent
+    assert (ROOT / "tests" / room / f"test_{path.name}").exists()
 
 
 def test_no_file_shares_its_name_with_a_public_function():
@@ -276,7 +318,16 @@ def test_no_file_shares_its_name_with_a_public_function():
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module != "d2lpar":
             public |= {alias.asname or alias.name for alias in node.names}
-    assert public & {path.stem for path in MODULES} == set()
+    assert public & {path.stem for path in PACKAGE.glob("*.py")} == set()
+
+
+@pytest.mark.parametrize("room", [p.parent for p in PACKAGE.glob("*/__init__.py")], ids=lambda path: path.name)
+def test_a_room_shows_its_files_and_exports_no_name_of_one(room):
+    tree = ast.parse((room / "__init__.py").read_text(encoding="utf-8"))
+    names = [alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names]
+    stems = {path.stem for path in room.glob("*.py")} - {"__init__"}
+    assert names and not stems & set(names)
+    assert [stem for stem in stems if f"``{stem}``" not in ast.get_docstring(tree)] == []
 
 
 def test_import_needs_no_matplotlib():
@@ -309,7 +360,7 @@ def _is_mutable(value):
 def test_no_mutable_state(path):
     """A constant table is a tuple, a frozenset or a MappingProxyType."""
     found = set(mutable_state(ast.parse(path.read_text(encoding="utf-8")))) - {"__all__"}
-    assert len(found) <= (path.stem == "members"), found  # it keeps what belongs to a group
+    assert len(found) <= (dotted(path) == "members"), found  # it keeps what belongs to a group
 
 
 def test_mutable_state_is_seen():

@@ -2,9 +2,9 @@
 
     python tools/saved_cells.py         rewrites the cells that differ, and names them
 
-A cell whose first line is ``#@save d2lpar.<file>`` holds one or more whole functions or classes of
-that file, as they stand there, with docstrings cut to their first line. The module is the
-authority. To show a function in a new cell, write the first line and ``def its_name(): ...``, and
+A cell whose first line is ``#@save d2lpar.<file>``, or ``#@save d2lpar.<room>.<file>``, holds one
+or more whole functions or classes of that file, as they stand there, with docstrings cut to their
+first line. The module is the authority. To show a function in a new cell, write the first line and ``def its_name(): ...``, and
 run the command. It also formats the notebooks: ruff by itself would respell the mark.
 """
 
@@ -18,7 +18,7 @@ import nbformat
 from nbformat import NotebookNode
 from run_notebooks import ROOT, read
 
-MARK = re.compile(r"#@save d2lpar\.(\w+)")
+MARK = re.compile(r"#@save d2lpar\.((?:\w+\.)?\w+)")
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LINE_LENGTH = 100
 
@@ -36,9 +36,9 @@ def expected(source: str, package: Path) -> str | None:
     mark = MARK.fullmatch(first_line)
     if not mark:
         raise ValueError(f"{first_line!r} should read '#@save d2lpar.<file>' and no more")
-    path = package / f"{mark.group(1)}.py"
-    if not path.exists():
-        raise ValueError(f"{first_line!r} names d2lpar/{path.name}, which does not exist")
+    place = f"{mark.group(1).replace('.', '/')}.py"
+    if not (package / place).exists():
+        raise ValueError(f"{first_line!r} names d2lpar/{place}, which does not exist")
     try:
         statements = ast.parse(source).body
     except SyntaxError as error:
@@ -50,23 +50,23 @@ def expected(source: str, package: Path) -> str | None:
             )
     if not statements:
         raise ValueError(f"{first_line!r}: the cell names no function or class")
-    shown = [definition(path, node.name) for node in statements]
+    shown = [definition(package, place, node.name) for node in statements]
     return first_line + "\n" + "\n\n\n".join(shown)
 
 
-def definition(path: Path, name: str) -> str:
+def definition(package: Path, place: str, name: str) -> str:
     """Return a top-level function's or class's source, docstrings cut to their first line."""
-    text = path.read_text(encoding="utf-8")
+    text = (package / place).read_text(encoding="utf-8")
     lines = text.splitlines()
     top = [n for n in ast.parse(text).body if isinstance(n, NAMED) and n.name == name]
     if not top:
-        raise ValueError(f"d2lpar/{path.name} has no function or class {name}")
+        raise ValueError(f"d2lpar/{place} has no function or class {name}")
     node = top[-1]
     first = min([node.lineno] + [d.lineno for d in node.decorator_list])
     docstrings = [d for d in map(_docstring, ast.walk(node)) if d]
     for doc in sorted(docstrings, key=lambda d: -d.lineno):  # from below: line numbers stay true
         if doc.end_lineno > doc.lineno:
-            lines[doc.lineno - 1 : doc.end_lineno] = [_cut(lines[doc.lineno - 1], path)]
+            lines[doc.lineno - 1 : doc.end_lineno] = [_cut(lines[doc.lineno - 1], place)]
             node.end_lineno -= doc.end_lineno - doc.lineno
     return "\n".join(lines[first - 1 : node.end_lineno])
 
@@ -107,13 +107,13 @@ def _docstring(node: ast.AST) -> ast.Expr | None:
     return None
 
 
-def _cut(line: str, path: Path) -> str:
+def _cut(line: str, place: str) -> str:
     quotes = re.search(r"\"\"\"|'''", line).group()
     space = " " if line.rstrip().endswith(quotes[0]) else ""  # or the text's quote joins ours
     cut = line.rstrip() + space + quotes
     if len(cut) > LINE_LENGTH or cut.strip() == 2 * quotes:
         raise ValueError(
-            f"d2lpar/{path.name}: a docstring's first line has to say it in 1 to"
+            f"d2lpar/{place}: a docstring's first line has to say it in 1 to"
             f" {LINE_LENGTH - len(quotes)} columns, since a cell shows it alone: {line.strip()}"
         )
     return cut
