@@ -165,9 +165,9 @@ def parallel_apply(
 
     The caller's own thread takes the first. ``inputs[i]`` is the tuple or list of the arguments of
     ``modules[i]``, or its only argument. Every thread has the caller's grad mode, inference mode,
-    autocast (torch's or ours) and ledger; other settings that torch keeps for each thread, such as hooks on saved
-    tensors, hold for the first module only. On a CPU all draw random numbers from one generator, in
-    no certain order.
+    autocast (torch's or ours) and ledger; other settings that torch keeps for each thread, such as
+    hooks on saved tensors, hold for the first module only. On a CPU all draw random numbers from
+    one generator, in no certain order.
 
     Raises:
         ValueError: there are not as many inputs, or kwargs, as modules.

@@ -104,9 +104,7 @@ def test_in_float32_the_channel_with_a_large_mean_keeps_its_digits():
 
 def test_strides_do_not_matter():
     counts, options = (4, 4), {}
-    result = launch(
-        in_rank, 2, counts, options, torch.float64, torch.channels_last, timeout=60
-    )
+    result = launch(in_rank, 2, counts, options, torch.float64, torch.channels_last, timeout=60)
     plain = launch(in_rank, 2, counts, options, torch.float64, timeout=60)
     for ours, theirs in zip(result, plain, strict=True):
         assert torch.allclose(ours[0], theirs[0], rtol=0, atol=1e-12)

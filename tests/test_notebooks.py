@@ -414,7 +414,9 @@ def test_saved_cell_is_rewritten_in_its_own_order(package):
 def test_saved_cell_of_a_room(package):
     (package / "room").mkdir()
     (package / "boxes.py").rename(package / "room" / "boxes.py")
-    assert saved_cells.expected("#@save d2lpar.room.boxes\ndef double(): ...", package).endswith("x")
+    assert saved_cells.expected("#@save d2lpar.room.boxes\ndef double(): ...", package).endswith(
+        "x"
+    )
     for stub, place in (
         ("#@save d2lpar.room.bags\ndef f(): ...", "d2lpar/room/bags.py, which does not exist"),
         ("#@save d2lpar.room.boxes\ndef f(): ...", "d2lpar/room/boxes.py has no function"),

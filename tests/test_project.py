@@ -321,7 +321,9 @@ def test_no_file_shares_its_name_with_a_public_function():
     assert public & {path.stem for path in PACKAGE.glob("*.py")} == set()
 
 
-@pytest.mark.parametrize("room", [p.parent for p in PACKAGE.glob("*/__init__.py")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "room", [p.parent for p in PACKAGE.glob("*/__init__.py")], ids=lambda path: path.name
+)
 def test_a_room_shows_its_files_and_exports_no_name_of_one(room):
     tree = ast.parse((room / "__init__.py").read_text(encoding="utf-8"))
     names = [alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names]

@@ -4,8 +4,9 @@
 
 A cell whose first line is ``#@save d2lpar.<file>``, or ``#@save d2lpar.<room>.<file>``, holds one
 or more whole functions or classes of that file, as they stand there, with docstrings cut to their
-first line. The module is the authority. To show a function in a new cell, write the first line and ``def its_name(): ...``, and
-run the command. It also formats the notebooks: ruff by itself would respell the mark.
+first line. The module is the authority. To show a function in a new cell, write the first line and
+``def its_name(): ...``, and run the command. It also formats the notebooks: ruff by itself would
+respell the mark.
 """
 
 import ast

@@ -91,15 +91,15 @@ _GPU = Lists(
 LISTS = MappingProxyType({"cpu": _CPU, "cuda": _GPU})
 # Made of functions in the lists, which they call where a function mode does not see it.
 UNSEEN = _names("""
-    linear_cross_entropy multi_head_attention_forward lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell
-    rnn_relu_cell
+    linear_cross_entropy multi_head_attention_forward lstm gru rnn_tanh rnn_relu
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """)
 
 # The innermost region of each device type, in this thread.
 _REGIONS: ContextVar[MappingProxyType] = ContextVar("regions", default=MappingProxyType({}))
 
 
-class autocast(TorchFunctionMode):  # noqa: N801 (torch's name)
+class autocast(TorchFunctionMode):
     """A region in which torch's functions choose their precision, as ``torch.autocast`` is.
 
     A context manager, or a decorator of a function. What a function computes is what it computes
@@ -110,10 +110,10 @@ class autocast(TorchFunctionMode):  # noqa: N801 (torch's name)
     region before ``backward``. Calls with ``out=`` and functions that work in place cast nothing.
 
     A function mode sees the functions that Python calls, but not what those call inside. So
-    ``nn.MultiheadAttention`` and ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` compute in the type of
-    their arguments, with a warning; ``einsum`` and ``tensordot`` on a CPU round their arguments first, torch its
-    intermediate results. Recomputation by ``torch.utils.checkpoint`` needs the region in its
-    ``context_fn``.
+    ``nn.MultiheadAttention``, ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` compute in the type of their
+    arguments, with a warning. On a CPU ``einsum`` and ``tensordot`` round their arguments, and
+    torch what they hand to a product inside. Recomputation by ``torch.utils.checkpoint`` needs the
+    region in its ``context_fn``.
 
     Args:
         device_type: "cpu" or "cuda", which differ in their lists.

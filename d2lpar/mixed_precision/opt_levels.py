@@ -123,7 +123,9 @@ def _chosen(opt_level, loss_scale, keep_batchnorm_fp32, dtype) -> Level:
     level = LEVELS[opt_level]
     if keep_batchnorm_fp32 is not None:
         if not level.cast_model:
-            raise ValueError(f"keep_batchnorm_fp32 is for O2 and O3: {opt_level} casts no parameter")
+            raise ValueError(
+                f"keep_batchnorm_fp32 is for O2 and O3: {opt_level} casts no parameter"
+            )
         level = level._replace(keep_batchnorm_fp32=keep_batchnorm_fp32)
     if loss_scale is None and dtype == torch.bfloat16:
         loss_scale = 1.0

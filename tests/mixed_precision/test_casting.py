@@ -363,7 +363,7 @@ def test_a_weight_is_cast_once_and_its_gradients_add_up_in_16_bits_as_torchs_do(
     def gradient(region, weight):
         weight.grad = None
         with region:
-            out = sum((F.linear(torch.full((1, 4), 1.0 + i), weight) for i in range(5)))
+            out = sum(F.linear(torch.full((1, 4), 1.0 + i), weight) for i in range(5))
         out.sum().backward()
         return weight.grad.clone()
 
