@@ -1,7 +1,6 @@
 """The live board, curves, bars, bytes per link, images; and what ``drawing`` and ``figures`` draw.
 
-Every function returns a ``Picture``. Colour is never the only sign: markers, dashes and labels say
-the same. Only notebooks import this file.
+Each function returns a ``Picture``. Markers, dashes and labels say the same as its colours.
 """
 
 import base64
@@ -42,6 +41,7 @@ from .drawing import (
 )
 from .figures import columns_and_rows, data_parallel, iteration, ranks_and_nodes, three_splits
 from .gantt import pipeline
+from .number_formats import number_lines
 
 __all__ = [
     "Board",
@@ -53,6 +53,7 @@ __all__ = [
     "images",
     "iteration",
     "links",
+    "number_lines",
     "pipeline",
     "ranks_and_nodes",
     "schedule",
@@ -94,15 +95,14 @@ def _chart(figure: Figure, alt: str) -> Picture:
         room = 480 / len(figure.axes)
         axes.set_title(wrapped(axes.get_title("left"), room, 13, bold=True))
         axes.set_xlabel(wrapped(axes.get_xlabel(), room))
-    written = io.StringIO()
-    FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})  # savefig draws twice
+    FigureCanvasSVG(figure).print_svg(written := io.StringIO(), metadata={"Date": None})
     body = re.search(r"<svg[^>]*>(.*)</svg>", written.getvalue(), re.DOTALL)[1]
     body = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body)
     body = re.sub(r'(?<=<g) id="[^"]*"', "", body)
     body = re.sub(r"'DejaVu Sans'(, sans-serif)?", FONTS, body)
     figure.patch.set_visible(True)  # for those who save the figure
-    width, height = figure.get_size_inches() * 72
-    return picture(re.sub(r"\s*\n\s*", "\n", body), width, height, alt, figure)
+    size = figure.get_size_inches() * 72
+    return picture(re.sub(r"\s*\n\s*", "\n", body), *size, alt, figure)
 
 
 def _figure(height: float, layout: str = "constrained") -> Figure:

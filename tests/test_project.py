@@ -73,6 +73,7 @@ ORDER = (
     "methods",
     "drawing",
     "figures",
+    "number_formats",
     "gantt",
     "plot",
 )

@@ -224,6 +224,7 @@ class MasterWeights(Optimizer):
         self.optimizer.step()
         for param, master in self.masters.items():
             param.copy_(master)
+            master.grad = None  # between steps there are 16 bytes per parameter with Adam, not 20
         self._have_gradients = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
