@@ -30,6 +30,7 @@ from .distributed_pipeline import DistributedPipeline
 from .memory import peak_memory
 from .mixed_precision import autocast
 from .models import lenet_layers
+from .network import channels_last
 from .partition import cut
 from .schedules import ring
 from .splits import profile
@@ -76,6 +77,9 @@ def make(name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = 
     """
     torch.manual_seed(0)
     layers, rank, k = lenet_layers(), dist.get_rank(), dist.get_world_size()
+    for param in layers.parameters():
+        if param.dim() == 4:  # as the tensor split has them: else it would be the faster network
+            param.data = channels_last(param.data)
     region = region or autocast(enabled=False)
     if name == "pipeline":
         flops = [sum(layer.flops) for layer in profile(layers, X[:2])]
