@@ -17,8 +17,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 
 # The files of tests/ that compute nothing: launcher, notebooks, drawings, and the project's own.
-LEFT_OUT = ("drawing", "everywhere", "figures", "gantt", "launcher", "notebooks", "plot")
-LEFT_OUT += ("project", "time_limit", "work_copies")
+LEFT_OUT = ("drawing", "everywhere", "figures", "gantt", "launcher", "notebooks", "number_formats")
+LEFT_OUT += ("plot", "project", "time_limit", "work_copies")
 
 
 class Setting(NamedTuple):
