@@ -10,7 +10,7 @@ from d2lpar import launch, methods
 from d2lpar.devices import hardware
 
 ROWS, STEPS, RANKS = 256, 10, 2
-AGAIN = "one device", "again"
+AGAIN = {name: (name, "again") for name in ("one device", "DDP")}
 
 
 def variants() -> dict:
@@ -37,15 +37,15 @@ def compare(rank: int, world_size: int) -> tuple:
         counts[name, bits] = methods.count_step(name, X, y, real)
         losses[name, bits] = methods.loss_after(STEPS, name, X, y, region)
         steps[name, bits] = _step(name, X, y, region)
-    steps[AGAIN] = _step(AGAIN[0], X, y, None)
-    steps["one device", "16 bits of the CPU"] = _step(
-        "one device", X, y, autocast("cpu", torch.bfloat16)
-    )
+    for name, key in AGAIN.items():
+        steps[key] = _step(name, X, y, None)
+        steps[name, "16 bits of the CPU"] = _step(name, X, y, autocast("cpu", torch.bfloat16))
     return counts, losses, methods.time_in_turn(steps)
 
 
 def _step(name, X, y, region):
-    return methods.make(name, X, y, region).step if methods.takes_part(name) else None
+    method = methods.make(name, X, y, region)
+    return method.step if method else None
 
 
 def main():
@@ -61,7 +61,9 @@ def main():
         print(f"{_name(key):28}{_row(columns)}{sum(own) / len(own):9.4f}")
     print(f"('loss': in step {STEPS}, 16 bits emulated)\n\n{hardware()}, 1 thread per rank")
     table = methods.ratios(seconds[0], ("one device", "float32"))
-    print(methods.unrest(table[AGAIN]) or "The machine is quiet.")
+    again = methods.ratios({k: seconds[0][k] for k in seconds[0] if k[0] == "DDP"}, AGAIN["DDP"])
+    twice = table[AGAIN["one device"]], again["DDP", "float32"]
+    print(methods.unrest(*twice) or "The machine is quiet.")
     print(f"{'':28}{'median':>11}  times as fast as one device (quartiles)")
     for key, (low, middle, high) in table.items():
         median = 1e3 * quartiles(seconds[0][key])[1]
@@ -69,10 +71,16 @@ def main():
     print(
         "\nResNet-50 on eight GPUs, images per second: predicted from one, and published (NVIDIA)"
     )
+    print(f"{'':28}{'DDP':>8} {'one bucket':>10} {'DataParallel':>12} {'published':>9}")
     for name, row in methods.PUBLISHED.items():
-        predicted = methods.predict_images(row.one_gpu, row.link)
-        off = 100 * (predicted / row.eight_gpus - 1)
-        print(f"{name:28}{predicted:8.0f} {row.eight_gpus:8.0f}  {off:+.0f} %")
+        ddp, bucket, parallel = (
+            methods.predict_images(row.one_gpu, row.link, method=method)
+            for method in ("DDP", "DDP, one bucket", "DataParallel")
+        )
+        off = 100 * (ddp / row.eight_gpus - 1)
+        predicted = f"{ddp:8.0f} {bucket:10.0f} {parallel:12.0f}"
+        print(f"{name:28}{predicted} {row.eight_gpus:9}  DDP {off:+.0f} %")
+    print("Assumed: links of 130 and 250 GB/s each way, 256 images per GPU, 10 µs per message.")
 
 
 def _name(key: tuple[str, str]) -> str:

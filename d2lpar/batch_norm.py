@@ -31,20 +31,24 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _SumOverRanks.forward(ctx, grad, ctx.group), None
+        return _SumOverRanks.apply(grad, ctx.group), None
 
 
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm with the mean and variance over the rows of all ranks, which may differ in number.
 
     Called with X (n, num_features, …), returns the same shape and dtype. In evaluation, on one
-    rank, and without a process group it is ``nn.BatchNorm``. Inside DistributedDataParallel the
-    gradients of weight and bias are averaged like all others. Arguments are those of
-    ``torch.nn.SyncBatchNorm``; ``process_group`` None means all ranks.
+    rank, and without a process group it is ``nn.BatchNorm``. In training all ranks call it equally
+    often: where one has fewer batches, give DistributedDataParallel's ``join`` its
+    ``throw_on_early_termination``. Inside DistributedDataParallel the gradients of weight and bias
+    are averaged like all others. Where ranks differ in their rows, weight each rank's loss by
+    rows · k / all rows, and not its gradients (``weight="rows"`` is refused): they contain the
+    other ranks' losses. Arguments are those of ``torch.nn.SyncBatchNorm``; ``process_group`` None
+    means all ranks.
 
     Raises:
         ValueError: X has not 2 dimensions or more, has other channels than ``num_features``, or
-            there is only one value per channel on all ranks together.
+            there is no more than one value per channel on all ranks together.
     """
 
     def __init__(
@@ -57,10 +61,14 @@ class SyncBatchNorm(_BatchNorm):
         process_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
     ):
         options = {"device": device, "dtype": dtype}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
         self.process_group = process_group
+        if not bias:
+            self.bias = None
 
     def _check_input_dim(self, X: torch.Tensor) -> None:
         if X.dim() < 2 or X.shape[1] != self.num_features:
@@ -82,20 +90,23 @@ class SyncBatchNorm(_BatchNorm):
         centred = x - mean.view(shape)
         var = sum_over_ranks(centred.square().sum(dims), group) / count
         self._update(mean.detach(), var.detach(), count)
-        y = centred * (var + self.eps).rsqrt().view(shape)
+        scale = (var + self.eps).rsqrt()
         if self.weight is not None:
-            y = y * self.weight.view(shape)
+            scale = scale * self.weight
+        y = centred * scale.view(shape)
         if self.bias is not None:
             y = y + self.bias.view(shape)
         return y.to(X.dtype)
 
     def _update(self, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
         """Let the running statistics follow; their variance is the unbiased one."""
-        if count == 1:
+        if count < 2:
             raise ValueError("SyncBatchNorm needs more than one value per channel in training")
         if self.track_running_stats:
             self.num_batches_tracked += 1
-            momentum = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+            momentum = self.momentum
+            if momentum is None:  # the mean over all batches
+                momentum = 1 / self.num_batches_tracked.item()
             self.running_mean.lerp_(mean.to(self.running_mean), momentum)
             self.running_var.lerp_((var * count / (count - 1)).to(self.running_var), momentum)
 
@@ -103,18 +114,29 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
     ) -> nn.Module:
-        """Return ``module`` with every BatchNorm in it replaced; itself, if it is one.
+        """Return ``module`` with every BatchNorm in it replaced; a new one, if it is one itself.
 
         Parameters and buffers are taken over, so an optimiser that has them goes on with them.
+        Hooks are not. A layer that stands in several places stays one layer.
         """
-        if isinstance(module, _BatchNorm):
-            affine, tracked = module.affine, module.track_running_stats
-            new = cls(module.num_features, module.eps, module.momentum, False, tracked)
-            new.affine, new.process_group, new.training = affine, process_group, module.training
-            new.weight, new.bias = module.weight, module.bias
-            for name in ("running_mean", "running_var", "num_batches_tracked"):
-                setattr(new, name, getattr(module, name))
-            return new
-        for name, child in module.named_children():
-            module.add_module(name, cls.convert_sync_batchnorm(child, process_group))
-        return module
+        twins: dict[nn.Module, nn.Module] = {}
+
+        def twin(layer: nn.Module) -> nn.Module:
+            if not isinstance(layer, _BatchNorm):
+                return layer
+            if layer not in twins:
+                twins[layer] = cls._like(layer, process_group)
+            return twins[layer]
+
+        for part in list(module.modules()):
+            for name, child in part._modules.items():
+                part._modules[name] = twin(child)
+        return twin(module)
+
+    @classmethod
+    def _like(cls, layer: _BatchNorm, process_group: dist.ProcessGroup | None) -> "SyncBatchNorm":
+        new = cls(layer.num_features, layer.eps, layer.momentum, False, layer.track_running_stats)
+        new.affine, new.process_group, new.training = layer.affine, process_group, layer.training
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            setattr(new, name, getattr(layer, name))
+        return new

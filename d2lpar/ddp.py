@@ -150,7 +150,7 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(f'weight must be "equal" or "rows", not {weight!r}')
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, not {bucket_cap_mb!r}")
-        check_module(module)
+        check_module(module, weight)
         self.device_ids, self.output_device = check_gpu(module, device_ids, output_device)
         check_group(process_group)
         self.module, self.dim, self.static_graph = module, dim, static_graph

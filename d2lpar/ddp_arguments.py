@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .batch_norm import SyncBatchNorm
+
 
 def refuse(**arguments) -> None:
     """Raise NotImplementedError for the first argument that is neither None nor False."""
@@ -25,8 +27,14 @@ def refuse_groups(**arguments) -> None:
             raise TypeError(f"{name} is a process group: pass it as process_group=")
 
 
-def check_module(module: nn.Module) -> None:
-    """Raise ValueError where a parameter or buffer is lazy, or nothing is to be trained."""
+def check_module(module: nn.Module, weight: str) -> None:
+    """Raise ValueError where something is lazy, nothing is trained, or ``weight`` does not fit."""
+    norms = (SyncBatchNorm, nn.SyncBatchNorm)
+    if weight == "rows" and any(isinstance(part, norms) for part in module.modules()):
+        raise ValueError(
+            'weight="rows" weights gradients, and with SyncBatchNorm those contain the other '
+            "ranks' losses: weight each rank's loss by rows * k / all rows instead"
+        )
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ValueError(f"{name} has no shape yet: call the module on a batch first")

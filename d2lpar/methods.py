@@ -10,7 +10,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from types import MappingProxyType
@@ -32,7 +31,7 @@ from .mixed_precision import autocast
 from .models import lenet_layers
 from .network import channels_last
 from .partition import cut
-from .schedules import ring
+from .schedules import ring, star
 from .splits import profile
 from .tensor_parallel import TensorParallelLeNet
 
@@ -58,25 +57,41 @@ class Method(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What one step of a method takes on a rank."""
+    """What a method takes on a rank."""
 
-    sent: int | None  # bytes, by the busiest device of this rank; None: not by way of our ledger
-    messages: int | None  # likewise
+    sent: int | None  # bytes per step, by the busiest device; None: not by way of our ledger
+    messages: int | None  # likewise; in a pipeline a header of 128 bytes comes before each tensor
     held: int  # bytes of parameters, and of the optimiser's state
-    peak: int | None  # bytes more than that, in the midst of a step; None: in threads, not seen
+    peak: int | None  # bytes of all tensors at most; None: they are made in threads, and not seen
 
 
-def make(name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = None) -> Method:
-    """Return a method for LeNet, with the same weights every time, as this rank of all takes part.
+def make(
+    name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = None
+) -> Method | None:
+    """Return a method for LeNet, with the same weights every time; None on a rank without a part.
+
+    Called on all ranks of a ``launch``, of which a pipeline takes at most 4, LeNet's layers.
 
     Args:
         name: one of ``METHODS``.
-        X: images (n, 1, 28, 28) of the whole batch, equal on all ranks.
+        X: images (n, 1, 28, 28) of the whole batch, equal on all ranks; n a multiple of their
+            number, since DDP takes the mean over ranks.
         y: their classes (n,).
         region: in which forward passes compute; None: float32.
+
+    Raises:
+        ValueError: there is no such method, or ``X`` has other rows.
     """
-    torch.manual_seed(0)
-    layers, rank, k = lenet_layers(), dist.get_rank(), dist.get_world_size()
+    rank, k = dist.get_rank(), dist.get_world_size()
+    if name not in METHODS:
+        raise ValueError(f"there is no method {name!r}, but {', '.join(METHODS)}")
+    if len(X) % k:
+        raise ValueError(f"{len(X)} rows cannot be split evenly over {k} ranks")
+    if name in ALONE and rank:
+        return None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = lenet_layers()
     for param in layers.parameters():
         if param.dim() == 4:  # as the tensor split has them: else it would be the faster network
             param.data = channels_last(param.data)
@@ -133,21 +148,26 @@ def _stepping(optimizer: torch.optim.Optimizer, forward_backward: Callable) -> C
     return step
 
 
-def takes_part(name: str) -> bool:
-    """Return whether this rank has something to do in a method."""
-    return name not in ALONE or dist.get_rank() == 0
-
-
 def count_step(
     name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = None
 ) -> Counts | None:
-    """Return what the second step of a method takes on this rank; None if it takes no part."""
-    if not takes_part(name):
+    """Return what a method takes on this rank in three steps; None if it has no part.
+
+    The first step makes the optimiser's state and the second, with torch's wrapper, other buckets:
+    messages are those of the third. The peak is that of all three, and of making the method.
+    """
+    found = {}
+
+    def train() -> None:
+        method = found["method"] = make(name, X, y, region)
+        for _ in range(3 if method else 0):
+            with count_bytes() as found["ledger"]:
+                method.step()
+
+    peak = peak_memory(train, "cpu")
+    if not found["method"]:
         return None
-    method = make(name, X, y, region)
-    method.step()  # the optimiser makes its state
-    with count_bytes() as ledger:
-        peak = peak_memory(method.step, "cpu")
+    method, ledger = found["method"], found["ledger"]
     sent, messages = _busiest(ledger.bytes), _busiest(ledger.messages)
     if name == "torch's DDP":
         sent = messages = None
@@ -161,17 +181,17 @@ def _busiest(sent: Counter) -> int:
     """Return the most that one position has sent, of bytes or messages by (source, destination)."""
     total = Counter()
     for (src, _), n in sent.items():
-        total[src] += n * (src != "host")
+        total[src] += n
     return max(total.values(), default=0)
 
 
 def loss_after(
     steps: int, name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = None
 ) -> float | None:
-    """Return the loss in the last of several steps; None if this rank does not have it."""
-    if not takes_part(name):
-        return None
+    """Return the loss in the last of several steps, of this rank's rows; None if it has none."""
     method = make(name, X, y, region)
+    if not method:
+        return None
     value = [method.step() for _ in range(steps)][-1]
     return None if value is None else value.item()
 
@@ -181,15 +201,16 @@ def time_in_turn(
 ) -> dict[str, list[float]]:
     """Return each method's seconds in each round, all ranks together, from barrier to barrier.
 
-    Called on all ranks, with the same names and the same seed of the order. None: this rank has no
-    part in a method.
+    Called on all ranks, with the same names in the same order. None: this rank has no part in a
+    method. ``seed`` is that of the order in which they take turns.
     """
     order, seconds = random.Random(seed), {name: [] for name in steps}
     for i in range(warm_up + rounds):
         for name in order.sample(list(steps), len(steps)):
-            ranks.barrier()
+            ranks.barrier(label=str(name))  # MismatchError, where ranks would run different ones
             begin = time.perf_counter()
-            (steps[name] or nullcontext)()
+            if steps[name]:
+                steps[name]()
             ranks.barrier()
             if i >= warm_up:
                 seconds[name].append(time.perf_counter() - begin)
@@ -205,9 +226,13 @@ def ratios(seconds: dict[str, Sequence[float]], base: str) -> dict[str, tuple[fl
     return table
 
 
-def unrest(quartiles: tuple[float, float, float]) -> str:
-    """Return a warning if a method varies by more than a fifth against itself, else ""."""
-    low, _, high = quartiles
+def unrest(*quartiles: tuple[float, float, float]) -> str:
+    """Return a warning if a method varies by more than a fifth against itself, else "".
+
+    Takes the quartiles of methods that ran twice, such as one that uses one core and one that uses
+    all of them.
+    """
+    low, high = min(q[0] for q in quartiles), max(q[2] for q in quartiles)
     if low >= 0.8 and high <= 1.25:
         return ""
     return (
@@ -228,7 +253,7 @@ class Published(NamedTuple):
 
 
 # DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md, container 21.03
-# (March 2021): https://github.com/NVIDIA/DeepLearningExamples
+# (March 2021; V100s of 16 GB): https://github.com/NVIDIA/DeepLearningExamples
 PUBLISHED = MappingProxyType(
     {
         "DGX-1, V100, float32": Published(367, 2855, 130e9),
@@ -240,12 +265,20 @@ PUBLISHED = MappingProxyType(
 RESNET50_BYTES = 25_557_032 * 4  # of its gradients, in float32
 
 
-def predict_images(one_gpu: float, link: float, k: int = 8, rows: int = 256) -> float:
-    """Return the images a second of DDP on ``k`` GPUs, from those of one.
+def predict_images(
+    one_gpu: float, link: float, *, method: str = "DDP", k: int = 8, rows: int = 256
+) -> float:
+    """Return the images a second of a method on ``k`` GPUs, from those of one.
 
-    Backward takes two thirds of a step, and gradients travel in a ring while it runs. Latency
-    (10 µs), ``rows`` per GPU and ``link`` (bytes a second) are assumptions.
+    Backward takes two thirds of a step. With "DDP" the gradients travel in a ring while it runs,
+    with "DDP, one bucket" afterwards; with "DataParallel" GPU 0 sends out the parameters, and takes
+    in the gradients, one GPU after the other. Latency (10 µs), ``rows`` per GPU and ``link`` (bytes
+    a second) are assumptions.
     """
+    schedules = {"DDP": ring, "DDP, one bucket": ring, "DataParallel": star}
+    if method not in schedules:
+        raise ValueError(f"method {method!r} is none of {', '.join(schedules)}")
+    travel = closed_form(schedules[method], k, RESNET50_BYTES, alpha=1e-5, beta=1 / link).seconds
     step = rows / one_gpu
-    travel = closed_form(ring, k, RESNET50_BYTES, alpha=1e-5, beta=1 / link).seconds
-    return k * rows / (step / 3 + max(2 * step / 3, travel))
+    hidden = 2 / 3 * step if method == "DDP" else 0
+    return k * rows / (step - hidden + max(hidden, travel))

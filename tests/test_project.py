@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "d2lpar"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 
 # From the ground up: a file imports only from files above it. A room's files stand together.
 ORDER = (
@@ -50,6 +51,7 @@ ORDER = (
     "sender",
     "reducer",
     "state_sharing",
+    "batch_norm",
     "ddp_arguments",
     "ddp",
     "memory",
@@ -65,7 +67,6 @@ ORDER = (
     "splits",
     "checkpoint",
     "train_ddp",
-    "batch_norm",
     "mixed_precision.casting",
     "mixed_precision.grad_scaler",
     "mixed_precision.opt_levels",
@@ -319,18 +320,32 @@ def test_no_file_shares_its_name_with_a_public_function():
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module != "d2lpar":
             public |= {alias.asname or alias.name for alias in node.names}
-    assert public & {path.stem for path in PACKAGE.glob("*.py")} == set()
+    names = {path.stem for path in PACKAGE.glob("*.py")} | {room.name for room in ROOMS}
+    assert public & names == set()
 
 
-@pytest.mark.parametrize(
-    "room", [p.parent for p in PACKAGE.glob("*/__init__.py")], ids=lambda path: path.name
-)
-def test_a_room_shows_its_files_and_exports_no_name_of_one(room):
-    tree = ast.parse((room / "__init__.py").read_text(encoding="utf-8"))
-    names = [alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names]
+@pytest.mark.parametrize("room", ROOMS, ids=lambda path: path.name)
+def test_a_room_begins_with_its_order_and_only_shows_its_files(room):
+    """``__init__`` is a docstring that names every file, and ``from .file import name``."""
+    text, *shown = ast.parse((room / "__init__.py").read_text(encoding="utf-8")).body
     stems = {path.stem for path in room.glob("*.py")} - {"__init__"}
-    assert names and not stems & set(names)
-    assert [stem for stem in stems if f"``{stem}``" not in ast.get_docstring(tree)] == []
+    assert [stem for stem in stems if f"``{stem}``" not in text.value.value] == []
+    assert all(isinstance(node, ast.ImportFrom) and node.level == 1 for node in shown)
+    assert {node.module for node in shown} == stems
+    aliases = [alias for node in shown for alias in node.names]
+    assert [alias.name for alias in aliases if alias.name in stems or alias.asname] == []
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda path: path.name)
+def test_a_rooms_files_stand_together(room):
+    places = [i for i, name in enumerate(ORDER) if name.startswith(f"{room.name}.")]
+    assert places == list(range(places[0], places[0] + len(places)))
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """Pytest would take the second for the first."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
 
 
 def test_import_needs_no_matplotlib():

@@ -36,7 +36,7 @@ def expected(source: str, package: Path) -> str | None:
         return None
     mark = MARK.fullmatch(first_line)
     if not mark:
-        raise ValueError(f"{first_line!r} should read '#@save d2lpar.<file>' and no more")
+        raise ValueError(f"{first_line!r} should read '#@save d2lpar.<file>', or <room>.<file>")
     place = f"{mark.group(1).replace('.', '/')}.py"
     if not (package / place).exists():
         raise ValueError(f"{first_line!r} names d2lpar/{place}, which does not exist")

@@ -20,21 +20,21 @@ from .grad_scaler import GradScaler
 
 
 class Level(NamedTuple):
-    """The properties of an opt level."""
+    """The properties of an opt level, as apex names them; None: does not apply."""
 
-    cast_functions: bool  # autocast in forward
-    cast_model: bool  # 16-bit parameters and buffers
-    keep_batchnorm_fp32: bool  # where the model is cast
-    master_weights: bool  # float32 copies, which the optimiser trains
+    cast_model_type: torch.dtype | None  # of parameters and buffers
+    patch_torch_functions: bool  # autocast in forward
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None  # float32 copies, which the optimiser trains
     loss_scale: float | str
 
 
 LEVELS = MappingProxyType(
     {
-        "O0": Level(False, False, True, False, 1.0),
-        "O1": Level(True, False, True, False, "dynamic"),
-        "O2": Level(False, True, True, True, "dynamic"),
-        "O3": Level(False, True, False, False, 1.0),
+        "O0": Level(torch.float32, False, None, False, 1.0),
+        "O1": Level(None, True, None, None, "dynamic"),
+        "O2": Level(torch.float16, False, True, True, "dynamic"),
+        "O3": Level(torch.float16, False, False, False, 1.0),
     }
 )
 
@@ -78,14 +78,15 @@ def initialize(
     _check_model(model)
     if optimizer.state:
         raise RuntimeError("the optimiser has made a step: initialize comes before training")
-    if level.cast_model:
+    casts_model = level.cast_model_type in LOW_DTYPES
+    if casts_model:
         cast_model(model, dtype, level.keep_batchnorm_fp32)
     if level.master_weights:
         optimizer = MasterWeights(optimizer)
-    if level.cast_functions or level.cast_model:
+    if level.patch_torch_functions or casts_model:
         device = next((param.device.type for param in model.parameters()), "cpu")
-        region = autocast(device, dtype, level.cast_functions or emulate, emulate=emulate)
-        model.casting = Casting(region, dtype if level.cast_model else None)
+        region = autocast(device, dtype, level.patch_torch_functions or emulate, emulate=emulate)
+        model.casting = Casting(region, dtype if casts_model else None)
         model.forward = MethodType(_cast_forward, model)  # bound: a replica gets its own
     return model, optimizer, _scaler(level.loss_scale)
 
@@ -122,7 +123,7 @@ def _chosen(opt_level, loss_scale, keep_batchnorm_fp32, dtype) -> Level:
         raise ValueError(f"dtype has to be torch.float16 or torch.bfloat16, not {dtype}")
     level = LEVELS[opt_level]
     if keep_batchnorm_fp32 is not None:
-        if not level.cast_model:
+        if level.cast_model_type not in LOW_DTYPES:
             raise ValueError(
                 f"keep_batchnorm_fp32 is for O2 and O3: {opt_level} casts no parameter"
             )

@@ -88,10 +88,10 @@ def test_a_level_casts_what_apexs_did(level):
 
 def test_the_levels_are_apexs():
     assert [tuple(LEVELS[name]) for name in ("O0", "O1", "O2", "O3")] == [
-        (False, False, True, False, 1.0),
-        (True, False, True, False, "dynamic"),
-        (False, True, True, True, "dynamic"),
-        (False, True, False, False, 1.0),
+        (torch.float32, False, None, False, 1.0),
+        (None, True, None, None, "dynamic"),
+        (torch.float16, False, True, True, "dynamic"),
+        (torch.float16, False, False, False, 1.0),
     ]
 
 
