@@ -10,7 +10,8 @@ from d2lpar import launch, methods
 from d2lpar.devices import hardware
 
 ROWS, STEPS, RANKS = 256, 10, 2
-AGAIN = {name: (name, "again") for name in ("one device", "DDP")}
+CONTROLS = {("one device", "again"): "one device", ("each rank", "alone"): methods.EACH}
+REAL = "one device", "DDP"  # timed in the 16 bits of the CPU, too
 
 
 def variants() -> dict:
@@ -37,9 +38,10 @@ def compare(rank: int, world_size: int) -> tuple:
         counts[name, bits] = methods.count_step(name, X, y, real)
         losses[name, bits] = methods.loss_after(STEPS, name, X, y, region)
         steps[name, bits] = _step(name, X, y, region)
-    for name, key in AGAIN.items():
-        steps[key] = _step(name, X, y, None)
+    for name in REAL:
         steps[name, "16 bits of the CPU"] = _step(name, X, y, autocast("cpu", torch.bfloat16))
+    for key, name in CONTROLS.items():
+        steps[key] = _step(name, X, y, None)
     return counts, losses, methods.time_in_turn(steps)
 
 
@@ -61,9 +63,7 @@ def main():
         print(f"{_name(key):28}{_row(columns)}{sum(own) / len(own):9.4f}")
     print(f"('loss': in step {STEPS}, 16 bits emulated)\n\n{hardware()}, 1 thread per rank")
     table = methods.ratios(seconds[0], ("one device", "float32"))
-    again = methods.ratios({k: seconds[0][k] for k in seconds[0] if k[0] == "DDP"}, AGAIN["DDP"])
-    twice = table[AGAIN["one device"]], again["DDP", "float32"]
-    print(methods.unrest(*twice) or "The machine is quiet.")
+    print(methods.unrest(*[table[key] for key in CONTROLS]) or "The machine is quiet.")
     print(f"{'':28}{'median':>11}  times as fast as one device (quartiles)")
     for key, (low, middle, high) in table.items():
         median = 1e3 * quartiles(seconds[0][key])[1]

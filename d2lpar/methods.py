@@ -45,6 +45,7 @@ METHODS = (
     "tensor split",
 )
 ALONE = "one device", "DataParallel"  # in one process: rank 0 works, the others wait
+EACH = "each rank alone"  # a control: with a free core for every rank as fast as one device
 MICROBATCHES = 4
 CAP_MB = 0.1  # of a bucket: LeNet has half a megabyte
 
@@ -73,7 +74,7 @@ def make(
     Called on all ranks of a ``launch``, of which a pipeline takes at most 4, LeNet's layers.
 
     Args:
-        name: one of ``METHODS``.
+        name: one of ``METHODS``, or ``EACH``.
         X: images (n, 1, 28, 28) of the whole batch, equal on all ranks; n a multiple of their
             number, since DDP takes the mean over ranks.
         y: their classes (n,).
@@ -83,7 +84,7 @@ def make(
         ValueError: there is no such method, or ``X`` has other rows.
     """
     rank, k = dist.get_rank(), dist.get_world_size()
-    if name not in METHODS:
+    if name not in (*METHODS, EACH):
         raise ValueError(f"there is no method {name!r}, but {', '.join(METHODS)}")
     if len(X) % k:
         raise ValueError(f"{len(X)} rows cannot be split evenly over {k} ranks")
@@ -122,6 +123,7 @@ def _wrap(name: str, layers: nn.Sequential, k: int) -> nn.Module:
         return TensorParallelLeNet([p.T if p.dim() == 2 else p for p in layers.parameters()])
     wraps = {
         "one device": lambda layers: layers,
+        EACH: lambda layers: layers,
         "DataParallel": partial(DataParallel, device_ids=["cpu"] * k),
         "DDP": partial(DistributedDataParallel, bucket_cap_mb=CAP_MB),
         "DDP, one bucket": partial(DistributedDataParallel, bucket_cap_mb=1e6),
@@ -227,17 +229,16 @@ def ratios(seconds: dict[str, Sequence[float]], base: str) -> dict[str, tuple[fl
 
 
 def unrest(*quartiles: tuple[float, float, float]) -> str:
-    """Return a warning if a method varies by more than a fifth against itself, else "".
+    """Return a warning if the same work takes more than a fifth longer or shorter, else "".
 
-    Takes the quartiles of methods that ran twice, such as one that uses one core and one that uses
-    all of them.
+    Takes the quartiles of work that should be as fast as its base: one device again, and ``EACH``.
     """
     low, high = min(q[0] for q in quartiles), max(q[2] for q in quartiles)
     if low >= 0.8 and high <= 1.25:
         return ""
     return (
-        "The machine is busy: one method against itself is, in the middle half of the rounds, "
-        f"{low:.2f} to {high:.2f} times as fast. Distrust the times."
+        f"The same work is {low:.2f} to {high:.2f} times as fast as itself: the machine is busy, "
+        "or its cores share what they need. Distrust the times."
     )
 
 
