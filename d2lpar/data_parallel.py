@@ -212,8 +212,8 @@ def _modes(device: torch.device) -> list:
     for kind in sorted({"cpu", device.type}):
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             modes.append(torch.autocast(kind))  # with the dtype that is set now
-    own = _get_current_function_mode_stack()  # private; of ours, only autocast is such a mode
-    modes += [mode.copy() for mode in own if hasattr(mode, "copy")]
+    own = _get_current_function_mode_stack()  # private; of these modes, our autocast is one
+    modes += [mode.for_thread() for mode in own if hasattr(mode, "for_thread")]
     if device.type == "cuda":
         modes += [
             torch.cuda.device(device),

@@ -109,7 +109,7 @@ def make(
         X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
 
     def forward_backward() -> torch.Tensor:
-        with region.copy():
+        with region.for_thread():
             value = _loss(model(X), y)
         value.backward()
         return value.detach()

@@ -74,6 +74,10 @@ _GPU = Lists(
     """),
     full=_LOSSES
     | _names("""
+        __rdiv__ __rtruediv__ arccos arcsin gumbel_softmax local_response_norm lp_pool1d
+        multilabel_soft_margin_loss normalize pairwise_distance softmin special_erfinv
+        special_expm1 special_log1p special_log_softmax special_logsumexp special_softmax square
+        sum_to_size trapezoid trapz triplet_margin_with_distance_loss
         acos asin cosh erfinv exp expm1 log log10 log1p log2 logsumexp pow __pow__ __rpow__
         reciprocal rsqrt sinh softplus tan cosine_similarity cumprod cumsum prod sum softmax
         log_softmax layer_norm native_layer_norm group_norm rms_norm norm frobenius_norm
@@ -91,8 +95,9 @@ _GPU = Lists(
 LISTS = MappingProxyType({"cpu": _CPU, "cuda": _GPU})
 # Made of functions in the lists, which they call where a function mode does not see it.
 UNSEEN = _names("""
-    linear_cross_entropy multi_head_attention_forward lstm gru rnn_tanh rnn_relu
-    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    affine_grid bilinear corrcoef cov inner linalg_matrix_power linalg_pinv linear_cross_entropy
+    local_response_norm lp_pool3d matrix_power multi_head_attention_forward
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """)
 
 # The innermost region of each device type, in this thread.
@@ -102,23 +107,25 @@ _REGIONS: ContextVar[MappingProxyType] = ContextVar("regions", default=MappingPr
 class autocast(TorchFunctionMode):
     """A region in which torch's functions choose their precision, as ``torch.autocast`` is.
 
-    A context manager, or a decorator of a function. What a function computes is what it computes
-    under ``torch.autocast``, to the last bit, and so are its gradients. Only tensors of
+    A context manager, or a decorator of a function. On a CPU, functions in the lists compute what
+    they compute under ``torch.autocast``, to the last bit, gradients included. Only tensors of
     ``device_type`` are cast, and of those neither float64 nor integers. A float32 weight (a leaf
     that requires gradients) is cast once, however often it is used, and its cast is forgotten at
     the end of the outermost region, since the optimiser is about to change the weight: end the
     region before ``backward``. Calls with ``out=`` and functions that work in place cast nothing.
 
     A function mode sees the functions that Python calls, but not what those call inside. So
-    ``nn.MultiheadAttention``, ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` compute in the type of their
-    arguments, with a warning. On a CPU ``einsum`` and ``tensordot`` round their arguments, and
-    torch what they hand to a product inside. Recomputation by ``torch.utils.checkpoint`` needs the
-    region in its ``context_fn``.
+    ``nn.MultiheadAttention``, the recurrent layers, ``nn.Bilinear`` and others compute in float32,
+    with a warning; a scripted or compiled function may not be seen at all. ``einsum`` and
+    ``tensordot`` round all their arguments, and torch what they hand to a product inside; ``F.pad``
+    that reflects or replicates leaves 16 bits on a CPU, where torch widens. What asks
+    ``torch.is_autocast_enabled``, such as ``torch.amp.custom_fwd``, is told no. Recomputation by
+    ``torch.utils.checkpoint`` needs ``use_reentrant=False`` and the region in its ``context_fn``.
 
     Args:
         device_type: "cpu" or "cuda", which differ in their lists.
-        dtype: torch.float16 or torch.bfloat16; None: bfloat16 on CPUs, float16 on GPUs. With
-            another type nothing is cast, and a warning says so, as torch's does.
+        dtype: torch.float16 or torch.bfloat16; None: as in the region around, or else bfloat16 on
+            CPUs, float16 on GPUs. With another type nothing is cast, and a warning says so.
         enabled: False: nothing is cast inside, whatever region this one is in.
         cache_enabled: whether casts of weights are kept; None: as in the region around.
         emulate: compute products in float32, from arguments rounded to 16 bits, and round the
@@ -127,6 +134,7 @@ class autocast(TorchFunctionMode):
 
     Raises:
         ValueError: there are no lists for ``device_type``.
+        TypeError: ``dtype`` is no dtype.
     """
 
     def __init__(
@@ -142,7 +150,11 @@ class autocast(TorchFunctionMode):
         if device_type not in LISTS:
             raise ValueError(f"device_type has to be 'cpu' or 'cuda', not {device_type!r}")
         if dtype is None:
-            dtype = torch.bfloat16 if device_type == "cpu" else torch.float16
+            around = _REGIONS.get().get(device_type)
+            usual = torch.bfloat16 if device_type == "cpu" else torch.float16
+            dtype = around.dtype if around else usual
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype has to be such as torch.bfloat16, not {dtype!r}")
         if enabled and dtype not in LOW_DTYPES:
             warnings.warn(
                 f"autocast casts to torch.float16 or torch.bfloat16, not {dtype}: it is disabled",
@@ -163,14 +175,16 @@ class autocast(TorchFunctionMode):
         lists, name = LISTS[self.device_type], getattr(function, "__name__", "")
         if name in lists.low:
             return self._call_low(function, args, kwargs)
-        if name in lists.full or (name in lists.widest and self._has_float32([args, kwargs])):
-            args, kwargs = self._cast_all([args, kwargs], self._to_float32)
-        elif name in UNSEEN:
+        unseen = name in UNSEEN and name not in lists.full | lists.widest
+        if unseen:
             warnings.warn(
-                f"{name} computes in the type of its arguments: the products inside it are out of "
-                "sight of this autocast; torch.autocast sees them",
+                f"{name} computes in float32: what it calls inside is hidden from this autocast, "
+                "but not from torch.autocast",
                 stacklevel=2,
             )
+        widens = name in lists.widest and self._has_float32([args, kwargs])
+        if unseen or widens or name in lists.full:
+            args, kwargs = self._cast_all([args, kwargs], self._to_float32)
         return function(*args, **kwargs)
 
     def _call_low(self, function, args, kwargs):
@@ -182,7 +196,7 @@ class autocast(TorchFunctionMode):
 
     def _to_low(self, x):
         is_weight = x.is_leaf and x.requires_grad and x.dtype == torch.float32 and not x._is_view()
-        if self._cache is None or not is_weight:
+        if self._cache is None or not is_weight or torch.is_inference_mode_enabled():
             return x.to(self.dtype)
         key = id(x), self.dtype
         if key not in self._cache:
@@ -228,8 +242,8 @@ class autocast(TorchFunctionMode):
         _REGIONS.set(regions)
         return super().__exit__(*error)
 
-    def copy(self) -> "autocast":
-        """Return a region with the same settings: for another thread, or for one more call."""
+    def for_thread(self) -> "autocast":
+        """Return a region with the same settings: a region is entered by one thread."""
         return autocast(
             self.device_type, self.dtype, self.enabled, self.cache_enabled, emulate=self.emulate
         )
@@ -239,7 +253,7 @@ class autocast(TorchFunctionMode):
 
         @functools.wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with self.copy():
+            with self.for_thread():
                 return function(*args, **kwargs)
 
         return inside

@@ -7,6 +7,7 @@ file. Sources: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), ``to
 and the loss scaler of NVIDIA's apex.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,13 +35,14 @@ class GradScaler:
         growth_factor: what the scale is multiplied by when it grows, at least 1.
         backoff_factor: what it is multiplied by after a skipped step, at most 1.
         growth_interval: the number of good steps in a row after which it grows.
-        enabled: False: the loss is not scaled, ``step`` is the optimiser's, the rest does nothing.
+        enabled: False: nothing is scaled or skipped.
         group: whose ranks agree on whether a step is skipped. Needed where ranks hold different
             gradients, such as parts of one model; after DistributedDataParallel's average an
             infinity is on all ranks. None: this process decides alone.
 
     Raises:
-        ValueError: a factor is on the wrong side of 1, or another argument is not positive.
+        ValueError: a factor is on the wrong side of 1, or another number is not positive.
+        TypeError: ``device`` is no string.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class GradScaler:
         *,
         group: dist.ProcessGroup | None = None,
     ):
-        if not (init_scale > 0 and growth_interval > 0):
+        if not isinstance(device, str):
+            raise TypeError(f'device has to be such as "cpu", not {device!r}')
+        if not (0 < init_scale < math.inf and growth_interval > 0):
             raise ValueError(
                 f"init_scale and growth_interval must be positive: {init_scale}, {growth_interval}"
             )
@@ -94,19 +98,22 @@ class GradScaler:
         """Divide the gradients of an optimiser's parameters by the scale, in place.
 
         ``step`` does it where it has not been done. Call it before what reads gradients, such as
-        ``clip_grad_norm_``.
+        ``clip_grad_norm_``, and then read those of the parameters in ``optimizer.param_groups``: of
+        a ``MasterWeights`` they are float32 copies, and those of the model stay as they were.
 
         Raises:
             RuntimeError: it was called already since the last ``update``, or no parameter has a
                 gradient.
             ValueError: a gradient is float16, in which unscaling would round it to zero again.
         """
-        if not self._enabled:
-            return
-        if optimizer in self._found:
-            raise RuntimeError("unscale_ was called already for this optimiser since update")
+        if self._enabled and optimizer in self._found:
+            raise RuntimeError(
+                "unscale_ or step was called already for this optimiser since update"
+            )
         if hasattr(optimizer, "take_gradients"):  # of 16-bit parameters, to float32 masters
             optimizer.take_gradients()
+        if not self._enabled:
+            return
         params = (param for group in optimizer.param_groups for param in group["params"])
         grads = [param.grad for param in params if param.grad is not None]
         if any(grad.dtype == torch.float16 for grad in grads):
@@ -115,7 +122,10 @@ class GradScaler:
                 "them), or float32 masters (MasterWeights)"
             )
         if not grads and self.group is None:
-            raise RuntimeError("no parameter of this optimiser has a gradient: call backward first")
+            raise RuntimeError(
+                "no parameter of this optimiser has a gradient: call backward first, and pass the "
+                "optimiser that initialize returned"
+            )
         found = self._unscaled(grads)
         if self.group is not None:
             ranks.allreduce(found, op="max", group=self.group, label="found_inf")
@@ -123,12 +133,14 @@ class GradScaler:
 
     def _unscaled(self, grads: Iterable[torch.Tensor]) -> torch.Tensor:
         """Divide by the scale, in place; return 1 if something is not finite, else 0."""
-        inverse, found = self._scale.double().reciprocal().float(), torch.zeros(())
+        inverse, found = self._scale.double().reciprocal().float(), []
         for grad in grads:
             values = grad._values() if grad.is_sparse else grad
             values.mul_(inverse.to(values.device))
-            found = found.maximum((~values.isfinite().all()).float().to(found.device))
-        return found
+            found.append((~values.isfinite().all()).float())
+        if not found:
+            return torch.zeros(())
+        return torch.stack([flag.to(found[0].device) for flag in found]).amax().cpu()
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale, where that was not done, and step unless a gradient is infinite or NaN.
@@ -145,23 +157,27 @@ class GradScaler:
             raise RuntimeError("step was called already for this optimiser since update")
         if optimizer not in self._found:
             self.unscale_(optimizer)
+        result = None if self._found[optimizer] else optimizer.step(**kwargs)
         self._stepped.add(optimizer)
-        return None if self._found[optimizer] else optimizer.step(**kwargs)
+        return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Choose the next scale, or take ``new_scale``: once after the step of every optimiser.
 
         Raises:
             RuntimeError: no step, nor ``unscale_``, came before.
+            ValueError: ``new_scale`` is not a positive number.
             FloatingPointError: the scale has fallen below 2^-24. Where gradients are still not
-                finite, NaN is the reason, and no scale mends it.
+                finite, the loss is NaN or infinite itself, and no scale mends it.
         """
         if not self._enabled:
             return
         if new_scale is None and not self._found:
             raise RuntimeError("update comes after step: no optimiser was unscaled since the last")
         if new_scale is not None:
-            self._scale = torch.as_tensor(new_scale, dtype=torch.float32).detach().cpu().clone()
+            if not 0 < float(new_scale) < math.inf:
+                raise ValueError(f"new_scale has to be positive, not {float(new_scale)}")
+            self._scale = torch.tensor(float(new_scale))
         elif any(self._found.values()):
             self._scale, self._good_steps = self._times(self.backoff_factor), 0
         else:
@@ -175,7 +191,8 @@ class GradScaler:
         if skipped and self._scale < SMALLEST_SCALE:
             raise FloatingPointError(
                 f"the scale has fallen to {self._scale.item():.3g}, and gradients are still not "
-                "finite: this is NaN, not overflow. Look for it with torch.autograd.detect_anomaly"
+                "finite: this is NaN, not overflow of a gradient, or the loss is infinite itself. "
+                "Look for it with torch.autograd.detect_anomaly"
             )
 
     def _times(self, factor: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ builds this file. Source: apex.amp, which NVIDIA deleted in May 2025; Micikevici
 Precision Training" (ICLR 2018).
 """
 
+import math
 from types import MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from ..data_parallel import DataParallel, DataParallelModel
+from ..ddp import DistributedDataParallel
+from ..scattering import parts_of, rebuild, tensors_of
 from .casting import LOW_DTYPES, autocast
 from .grad_scaler import GradScaler
 
@@ -29,6 +33,13 @@ class Level(NamedTuple):
     loss_scale: float | str
 
 
+WRAPPERS = (
+    DataParallel,
+    DataParallelModel,
+    DistributedDataParallel,
+    nn.DataParallel,
+    nn.parallel.DistributedDataParallel,
+)
 LEVELS = MappingProxyType(
     {
         "O0": Level(torch.float32, False, None, False, 1.0),
@@ -53,12 +64,16 @@ def initialize(
 
     The model is changed in place; wrap it in DistributedDataParallel afterwards. Its outputs are
     float32, in any structure of tuples, lists and dicts. In O2 the optimiser returned is a
-    ``MasterWeights`` around yours. Then train as with ``torch.amp``: ``scaler.scale(loss)``,
-    ``scaler.step(optimizer)``, ``scaler.update()``.
+    ``MasterWeights`` around yours: use that one, and clip the gradients of what its
+    ``param_groups`` hold, after ``scaler.unscale_``. Then train as with ``torch.amp``:
+    ``scaler.scale(loss)``, ``scaler.step(optimizer)``, ``scaler.update()``. A static scale also
+    skips steps that overflow, and a dynamic one has no ceiling; apex did not, and stopped at 2^24.
+    Replicas of ``torch.nn.DataParallel`` on several GPUs would call the original's forward: use
+    this module's.
 
     Args:
         model: with float32 parameters.
-        optimizer: of the model's parameters, before its first step.
+        optimizer: of the model's parameters.
         opt_level: "O0", "O1", "O2" or "O3".
         loss_scale: "dynamic" or a number, which is kept; 1 scales nothing and skips no step. None:
             as the level has it, and 1 for bfloat16, whose range is float32's.
@@ -70,39 +85,41 @@ def initialize(
     Raises:
         ValueError: an argument is none of these; or in O3 a loss is to be scaled, whose float16
             gradients unscaling would round to zero again.
-        TypeError: the model is wrapped for several devices already, or its parameters are not
-            float32.
-        RuntimeError: the optimiser has made a step.
+        TypeError: the model is wrapped for several devices already, its parameters are not
+            float32, or ``optimizer`` is none.
+        RuntimeError: in O3, the optimiser has made a step.
     """
     level = _chosen(opt_level, loss_scale, keep_batchnorm_fp32, dtype)
-    _check_model(model)
-    if optimizer.state:
-        raise RuntimeError("the optimiser has made a step: initialize comes before training")
     casts_model = level.cast_model_type in LOW_DTYPES
+    _check(model, optimizer, casts_model and not level.master_weights)
     if casts_model:
         cast_model(model, dtype, level.keep_batchnorm_fp32)
     if level.master_weights:
         optimizer = MasterWeights(optimizer)
     if level.patch_torch_functions or casts_model:
-        device = next((param.device.type for param in model.parameters()), "cpu")
-        region = autocast(device, dtype, level.patch_torch_functions or emulate, emulate=emulate)
-        model.casting = Casting(region, dtype if casts_model else None)
-        model.forward = MethodType(_cast_forward, model)  # bound: a replica gets its own
+        enabled, inputs = level.patch_torch_functions or emulate, dtype if casts_model else None
+        model._casting = _Casting(dtype, enabled, emulate, inputs)
+        model.forward = MethodType(_cast_forward, model)  # bound: our replicas get their own
     return model, optimizer, _scaler(level.loss_scale)
 
 
-class Casting(NamedTuple):
+class _Casting(NamedTuple):
     """How an initialised model's forward casts."""
 
-    region: autocast
-    inputs: torch.dtype | None  # what floating-point inputs are cast to
+    dtype: torch.dtype
+    enabled: bool
+    emulate: bool
+    inputs: torch.dtype | None  # what inputs of 16 and 32 bits are cast to
 
 
 def _cast_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of the module's class in a region; return its outputs in float32."""
-    if self.casting.inputs:
-        args, kwargs = _cast((args, kwargs), self.casting.inputs)
-    with self.casting.region.copy():
+    dtype, enabled, emulate, inputs = self._casting
+    if inputs:
+        args, kwargs = _cast((args, kwargs), inputs)
+    tensors = [*tensors_of((args, kwargs)), *self.parameters()]
+    device = tensors[0].device.type if tensors else "cpu"  # the model may have moved
+    with autocast(device, dtype, enabled, emulate=emulate):
         outputs = type(self).forward(self, *args, **kwargs)
     return _cast(outputs, torch.float32)
 
@@ -110,9 +127,9 @@ def _cast_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _cast(x: Any, dtype: torch.dtype) -> Any:
     if isinstance(x, torch.Tensor):
         return x.to(dtype) if x.dtype in (torch.float32, *LOW_DTYPES) else x
-    if isinstance(x, dict):
-        return {key: _cast(value, dtype) for key, value in x.items()}
-    return type(x)(_cast(part, dtype) for part in x) if type(x) in (list, tuple) else x
+    if isinstance(x, (tuple, list, dict)):
+        return rebuild(x, [_cast(part, dtype) for part in parts_of(x)])
+    return x
 
 
 def _chosen(opt_level, loss_scale, keep_batchnorm_fp32, dtype) -> Level:
@@ -122,6 +139,10 @@ def _chosen(opt_level, loss_scale, keep_batchnorm_fp32, dtype) -> Level:
     if dtype not in LOW_DTYPES:
         raise ValueError(f"dtype has to be torch.float16 or torch.bfloat16, not {dtype}")
     level = LEVELS[opt_level]
+    if level.cast_model_type in LOW_DTYPES:
+        level = level._replace(cast_model_type=dtype)
+    if keep_batchnorm_fp32 not in (None, True, False):
+        raise ValueError(f"keep_batchnorm_fp32 has to be a bool, not {keep_batchnorm_fp32!r}")
     if keep_batchnorm_fp32 is not None:
         if level.cast_model_type not in LOW_DTYPES:
             raise ValueError(
@@ -131,9 +152,8 @@ def _chosen(opt_level, loss_scale, keep_batchnorm_fp32, dtype) -> Level:
     if loss_scale is None and dtype == torch.bfloat16:
         loss_scale = 1.0
     if loss_scale is not None:
-        if loss_scale != "dynamic" and not (
-            isinstance(loss_scale, (int, float)) and loss_scale > 0
-        ):
+        is_number = isinstance(loss_scale, (int, float)) and 0 < loss_scale < math.inf
+        if loss_scale != "dynamic" and not is_number:
             raise ValueError(f"loss_scale has to be 'dynamic' or positive, not {loss_scale!r}")
         level = level._replace(loss_scale=loss_scale)
     if opt_level == "O3" and level.loss_scale != 1:
@@ -144,11 +164,17 @@ def _chosen(opt_level, loss_scale, keep_batchnorm_fp32, dtype) -> Level:
     return level
 
 
-def _check_model(model: nn.Module) -> None:
-    if isinstance(getattr(model, "module", None), nn.Module) and "Parallel" in type(model).__name__:
+def _check(model: nn.Module, optimizer: Optimizer, casts_without_masters: bool) -> None:
+    if isinstance(model, WRAPPERS):
         raise TypeError(
             f"the model is a {type(model).__name__}: initialize model.module, then wrap it"
         )
+    if "forward" in vars(model):
+        raise ValueError("the model's forward was replaced already, perhaps by initialize")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer has to be one of torch.optim's, not {type(optimizer).__name__}")
+    if casts_without_masters and optimizer.state:
+        raise RuntimeError("the optimiser has state of float32 parameters, which O3 casts")
     for name, param in model.named_parameters():
         if param.dtype != torch.float32:
             raise TypeError(f"{name} is {param.dtype}: initialize casts a float32 model itself")
@@ -182,7 +208,8 @@ class MasterWeights(Optimizer):
 
     ``step`` takes the parameters' gradients to the copies, in float32, steps there, and rounds the
     copies into the parameters. A step that is too small for 16 bits is not lost: it adds up in the
-    copies. ``param_groups`` holds them, so learning-rate schedulers work, and so does
+    copies. A parameter that was written since (a loaded state, another rank's weights) is taken
+    over before a step. ``param_groups`` holds them, so learning-rate schedulers work, and so does
     ``clip_grad_norm_`` on what ``param_groups`` holds, after ``scaler.unscale_``.
 
     Args:
@@ -192,7 +219,7 @@ class MasterWeights(Optimizer):
     def __init__(self, optimizer: Optimizer):
         self.optimizer = optimizer
         self.masters: dict[torch.Tensor, nn.Parameter] = {}  # by 16-bit parameter
-        self._have_gradients = False
+        self._taken: dict[torch.Tensor, tuple] = {}  # which gradients the masters have
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
 
@@ -205,28 +232,40 @@ class MasterWeights(Optimizer):
     def _master_of(self, param: torch.Tensor) -> torch.Tensor:
         if param.dtype not in LOW_DTYPES:
             return param
-        self.masters[param] = nn.Parameter(param.detach().float(), param.requires_grad)
-        return self.masters[param]
+        master = nn.Parameter(param.detach().float(), param.requires_grad)
+        if param in self.optimizer.state:
+            self.optimizer.state[master] = _cast(self.optimizer.state.pop(param), torch.float32)
+        self.masters[param] = master
+        return master
 
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Give the masters the parameters' gradients, in float32. ``step`` does it where needed."""
         for param, master in self.masters.items():
+            if not torch.equal(param, master.to(param.dtype)):  # written since the last step
+                master.copy_(param)
             master.grad = None if param.grad is None else param.grad.float()
-        self._have_gradients = True
+        self._taken = self._gradients()
+
+    def _gradients(self) -> dict[torch.Tensor, tuple]:
+        """Return each parameter's gradient, and how often it was written."""
+        grads = {param: param.grad for param in self.masters}
+        return {p: (id(g), g if g is None else g._version, g) for p, g in grads.items()}
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> Any:
         """Step on the masters, and round them into the parameters; takes no closure."""
         if closure is not None:
             raise TypeError("step takes no closure: the masters would not get its gradients")
-        if not self._have_gradients:
-            self.take_gradients()
-        self.optimizer.step()
+        found = self._gradients()
+        if any(self._taken.get(param, ())[:2] != found[param][:2] for param in found):
+            self.take_gradients()  # not taken yet, or others have come since
+        result = self.optimizer.step()
         for param, master in self.masters.items():
             param.copy_(master)
             master.grad = None  # between steps there are 16 bytes per parameter with Adam, not 20
-        self._have_gradients = False
+        self._taken = {}
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters."""
@@ -236,7 +275,7 @@ class MasterWeights(Optimizer):
                 param.grad = None
             elif param.grad is not None:
                 param.grad.zero_()
-        self._have_gradients = False
+        self._taken = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimiser within, and the masters, in order."""
@@ -249,7 +288,7 @@ class MasterWeights(Optimizer):
 
         Raises ValueError where the state has other masters: of another number, or other shapes.
         """
-        saved = state_dict["masters"]
+        saved = state_dict.get("masters", [])
         ours, theirs = [[tuple(m.shape) for m in ms] for ms in (self.masters.values(), saved)]
         if ours != theirs:
             raise ValueError(f"the state has masters of shapes {theirs}, the optimiser {ours}")

@@ -30,6 +30,6 @@ def predivide(factor: float) -> Callable[..., torch.futures.Future[torch.Tensor]
     def hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket):
         k = dist.get_world_size(process_group)
         work = dist.all_reduce(bucket.buffer().div_(factor), group=process_group, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0].mul_(factor / k))
+        return work.get_future().then(lambda future: future.value()[0].div_(k / factor))
 
     return hook

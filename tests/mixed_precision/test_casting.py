@@ -1,7 +1,9 @@
 """Autocast: equal to torch.autocast to the bit, function by function and network by network."""
 
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -458,7 +460,7 @@ def test_what_is_made_of_others_is_named_and_stays_float32():
     attention, X = nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8)
     with autocast("cpu"), pytest.warns(UserWarning, match="multi_head_attention_forward computes"):
         assert attention(X, X, X)[0].dtype == torch.float32
-    with autocast("cpu"), pytest.warns(UserWarning, match=r"lstm computes.*torch\.autocast sees"):
+    with autocast("cpu"), pytest.warns(UserWarning, match=r"lstm computes in float32: "):
         assert nn.LSTM(8, 8)(X)[0].dtype == torch.float32
     with torch.autocast("cpu"):
         assert attention(X, X, X)[0].dtype == torch.bfloat16
@@ -504,12 +506,86 @@ def test_recomputation_with_the_region_in_context_fn():
     assert torch.equal(gradient(lambda function: function(X)), gradient(again))
 
 
+def test_what_follows_a_product_may_be_unseen():
+    """16-bit and float32 arguments together: all of them become float32."""
+    first, attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2)
+    with autocast("cpu"), pytest.warns(UserWarning, match="multi_head_attention_forward"):
+        X = first(torch.randn(3, 2, 8))
+        assert attention(X, X, X)[0].dtype == torch.float32
+    with autocast("cpu"), pytest.warns(UserWarning, match="local_response_norm"):
+        assert F.local_response_norm(torch.randn(1, 4, 3, 3).bfloat16(), 2).dtype == torch.float32
+
+
+def test_arguments_by_name_are_cast_too():
+    X, W = torch.randn(2, 4), torch.randn(3, 4)
+    with autocast("cpu"):
+        named = F.linear(input=X, weight=W, bias=None)
+        assert torch.equal(named, F.linear(X, W))
+        assert named.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("region", [autocast, torch.autocast])
+def test_without_a_dtype_a_region_takes_that_of_the_one_around(region):
+    with region("cpu", torch.float16):
+        with region("cpu"):
+            assert dtype_of_product() == torch.float16
+        with region("cpu", enabled=False), region("cpu"):
+            assert dtype_of_product() == torch.float16
+
+
+@pytest.mark.parametrize("region", [autocast, torch.autocast])
+def test_inference_first_leaves_training_in_the_same_region_alone(region):
+    layer = nn.Linear(2, 2)
+    with region("cpu"):
+        with torch.inference_mode():
+            layer(torch.ones(1, 2))
+        layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_a_region_holds_no_weight_after_its_end():
+    region, weight = autocast("cpu"), torch.ones(2, 2, requires_grad=True)
+    gone = weakref.ref(weight)
+    with pytest.raises(ZeroDivisionError), region:
+        F.linear(torch.ones(1, 2), weight)
+        1 / 0  # noqa: B018
+    del weight
+    gc.collect()
+    assert gone() is None
+
+
+def test_only_weights_are_kept():
+    X, region = torch.ones(2, 2), autocast("cpu")
+    product = torch.ones(2, 2, requires_grad=True) * 1
+    with region:
+        for x in (X, product):
+            torch.mm(x, x)
+        X.add_(1)
+        assert torch.mm(X, torch.eye(2)).tolist() == [[2, 2], [2, 2]]
+        assert region._cache == {}
+
+
+def test_a_decorator_keeps_every_setting():
+    plain = torch.full((1, 1), 1 + 2**-12)
+    disabled = autocast("cpu", enabled=False)(torch.mm)
+    assert disabled(plain, plain).dtype == torch.float32
+    tiny = torch.full((1, 3), 2.0**-9)
+    emulated = autocast("cpu", emulate=True)(lambda: tiny @ torch.ones(3, 1))
+    assert emulated().dtype == torch.bfloat16
+    region = autocast("cpu", torch.float16, True, False, emulate=True)
+    twin = region.for_thread()
+    names = ("device_type", "dtype", "enabled", "cache_enabled", "emulate")
+    assert [getattr(twin, n) for n in names] == [getattr(region, n) for n in names]
+
+
 # Bad arguments
 
 
 def test_a_device_without_lists_is_refused():
     with pytest.raises(ValueError, match="'cpu' or 'cuda', not 'tpu'"):
         autocast("tpu")
+    with pytest.raises(TypeError, match=r"such as torch\.bfloat16, not 'float16'"):
+        autocast("cpu", "float16")
 
 
 @pytest.mark.parametrize("region", [autocast, torch.autocast])

@@ -145,6 +145,31 @@ def test_several_losses_are_scaled_alike():
         scaler.scale("loss")
 
 
+def test_an_infinity_in_any_of_several_gradients_skips():
+    for bad in range(3):
+        scaler, params = GradScaler(init_scale=2.0), [weight() for _ in range(3)]
+        optimizer = torch.optim.SGD(params, 1.0)
+        for i, param in enumerate(params):
+            backward(scaler, param, NAN if i == bad else 1.0)
+        scaler.step(optimizer)
+        assert [param.item() for param in params] == [1, 1, 1]
+
+
+def test_sparse_gradients_are_unscaled_in_place():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    scaler, optimizer = GradScaler(), torch.optim.SGD(embedding.parameters(), 1.0)
+    scaler.scale(embedding(torch.tensor([1, 1, 2])).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert embedding.weight.grad.to_dense().sum(1).tolist() == [0, 4, 2, 0]
+
+
+def test_a_scale_that_would_be_infinite_does_not_grow():
+    scaler = GradScaler(init_scale=2.0**127, growth_interval=1)
+    theirs = TORCHS("cpu", init_scale=2.0**127, growth_interval=1)
+    assert train(scaler, [1e-30] * 3) == train(theirs, [1e-30] * 3)
+    assert scaler.get_scale() == 2.0**127
+
+
 # Errors
 
 
@@ -158,10 +183,10 @@ def after_backward(dtype=torch.float32):
 def test_unscale_twice_or_after_step_is_refused():
     scaler, optimizer = after_backward()
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="unscale_ was called already"):
+    with pytest.raises(RuntimeError, match="unscale_ or step was called already"):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match="unscale_ was called already"):
+    with pytest.raises(RuntimeError, match="unscale_ or step was called already"):
         scaler.unscale_(optimizer)
     scaler.update()
     scaler.unscale_(optimizer)
@@ -218,11 +243,25 @@ def test_nan_is_not_overflow():
 
 @pytest.mark.parametrize(
     "options",
-    [{"init_scale": 0}, {"growth_interval": 0}, {"growth_factor": 0.5}, {"backoff_factor": 2}],
+    [
+        {"init_scale": 0},
+        {"init_scale": INF},
+        {"growth_interval": 0},
+        {"growth_factor": 0.5},
+        {"backoff_factor": 2},
+    ],
 )
 def test_bad_settings_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         GradScaler(**options)
+
+
+def test_a_scale_in_the_place_of_the_device_or_one_that_is_not_positive_is_refused():
+    with pytest.raises(TypeError, match='such as "cpu", not 128'):
+        GradScaler(128.0)
+    for bad in (0, -1.0, NAN, INF):
+        with pytest.raises(ValueError, match="new_scale has to be positive"):
+            GradScaler().update(bad)
 
 
 # Between ranks

@@ -1,16 +1,21 @@
 """Opt levels: which casts each makes, master weights, and what resumes from a checkpoint."""
 
 import copy
+import sys
+from collections import OrderedDict, namedtuple
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from d2lpar import DataParallel, load_checkpoint, save_checkpoint
-from d2lpar.mixed_precision import MasterWeights, autocast, initialize
+from d2lpar import DataParallel, DistributedDataParallel, load_checkpoint, save_checkpoint
+from d2lpar.launcher import launch
+from d2lpar.mixed_precision import GradScaler, MasterWeights, autocast, initialize
 from d2lpar.mixed_precision.opt_levels import LEVELS
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LOW = torch.float16
 
 
@@ -242,6 +247,127 @@ def test_gradients_are_taken_again_after_a_skipped_step():
     assert param.item() == 0.5
 
 
+def test_gradients_that_came_after_they_were_taken_count():
+    """A step was skipped, and the model's gradients cleared, but not the optimiser's."""
+    for set_to_none in (True, False):
+        param = nn.Parameter(torch.ones(1, dtype=LOW))
+        optimizer = MasterWeights(torch.optim.SGD([param], 0.5))
+        param.grad = torch.full_like(param, 100.0)
+        optimizer.take_gradients()
+        param.grad = None if set_to_none else param.grad.zero_()
+        param.backward()
+        optimizer.step()
+        assert param.item() == 0.5
+
+
+def test_taken_gradients_may_be_clipped():
+    param = nn.Parameter(torch.ones(1, dtype=LOW))
+    optimizer = MasterWeights(torch.optim.SGD([param], 1.0))
+    for scaler in (GradScaler(init_scale=2.0**10), GradScaler(enabled=False)):
+        optimizer.zero_grad()
+        scaler.scale(3 * param).backward()
+        scaler.unscale_(optimizer)
+        (master,) = optimizer.param_groups[0]["params"]
+        assert nn.utils.clip_grad_norm_([master], 0.25) == 3
+        scaler.step(optimizer)
+    assert param.item() == 0.5
+
+
+def test_what_is_written_into_a_parameter_is_taken_over():
+    """A state that is loaded after initialize, or weights that another rank sends."""
+    model, optimizer, scaler = made("O2", lr=0.0)
+    state = {name: torch.full_like(x, 2) for name, x in model.state_dict().items()}
+    model.load_state_dict(state)
+    train(model, optimizer, scaler, 1)
+    assert all((param == 2).all() for param in model.parameters())
+
+
+def different_seeds(rank, world_size):
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, scaler = initialize(model, optimizer, "O2", emulate=True)
+    wrapped = DistributedDataParallel(model)
+    X = torch.randn(2, 4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(wrapped(X).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_ranks_that_begin_apart_train_one_network():
+    first, second = launch(different_seeds, 2, timeout=60)
+    assert torch.equal(first, second)
+
+
+def test_state_from_before_belongs_to_the_masters():
+    param, control = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    for make in (torch.optim.Adam, torch.optim.Adagrad):
+        optimizer, plain = make([param], 0.5), make([control], 0.5)
+        for p, o in ((param, optimizer), (control, plain)):
+            p.data.fill_(1.0)
+            p.grad = torch.ones(1)
+            o.step()
+        param.data = param.data.half()
+        masters = MasterWeights(optimizer)
+        param.grad = torch.ones_like(param)
+        masters.step()
+        plain.step()
+        assert abs(param.item() - control.item()) < 1e-3
+        param.data = param.data.float()
+
+
+def test_a_loaded_state_reaches_parameters_groups_and_schedulers():
+    param = nn.Parameter(torch.ones(1, dtype=LOW))
+    optimizer = MasterWeights(torch.optim.SGD([param], 0.5, momentum=0.9))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["masters"] = [torch.full((1,), 2.0)]
+    state["param_groups"][0]["lr"] = 0.25
+    optimizer.load_state_dict(state)
+    assert param.item() == 2
+    optimizer.param_groups[0]["lr"] *= 2
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert param.item() == 1.5
+
+
+def test_inputs_by_name_and_any_structure_are_cast():
+    Point = namedtuple("Point", "x n")
+
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("count", torch.tensor(3))
+
+        def forward(self, a, b=None):
+            kinds = a.x.dtype, a.n.dtype, b["b"].dtype, self.count.dtype
+            return OrderedDict(point=Point(self.layer(a.x), a.n), kinds=kinds)
+
+    model = Takes()
+    initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2")
+    output = model(Point(torch.ones(1, 2), torch.ones(1, dtype=torch.long)), b={"b": torch.ones(1)})
+    assert output["kinds"] == (LOW, torch.long, LOW, torch.long)
+    assert isinstance(output, OrderedDict)
+    assert output["point"].x.dtype == torch.float32
+
+
+def test_o2_casts_parameters_and_not_functions_unless_it_emulates():
+    class Loss(nn.Linear):
+        def forward(self, X):
+            kinds.append(F.mse_loss(super().forward(X), X).dtype)
+            return X
+
+    kinds = []
+    for emulate in (False, True):
+        model = Loss(2, 2)
+        initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", emulate=emulate)
+        model(torch.ones(1, 2))
+    assert kinds == [LOW, torch.float32]  # the emulating region has autocast's lists
+
+
 def test_master_weights_take_no_closure():
     optimizer = MasterWeights(torch.optim.SGD([nn.Parameter(torch.ones(1, dtype=LOW))], 0.5))
     with pytest.raises(TypeError, match="no closure"):
@@ -304,6 +430,8 @@ def test_a_state_of_other_masters_is_refused():
         ({"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32 is for O2 and O3"),
         ({"loss_scale": "static"}, "'dynamic' or positive, not 'static'"),
         ({"loss_scale": 0}, "'dynamic' or positive, not 0"),
+        ({"loss_scale": float("inf")}, "'dynamic' or positive, not inf"),
+        ({"opt_level": "O2", "keep_batchnorm_fp32": "False"}, "has to be a bool, not 'False'"),
         ({"opt_level": "O3", "loss_scale": 128.0}, "rounded to zero again"),
     ],
 )
@@ -323,7 +451,12 @@ def test_a_wrapped_a_cast_and_a_trained_model_are_refused():
         initialize(DataParallel(model, ["cpu", "cpu"]), optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match="has made a step"):
-        initialize(model, optimizer, "O2")
+    with pytest.raises(RuntimeError, match="state of float32 parameters, which O3 casts"):
+        initialize(model, optimizer, "O3")
+    with pytest.raises(TypeError, match=r"torch\.optim's, not NoneType"):
+        initialize(model, None)
+    again = initialize(nn.Linear(2, 2), optimizer, "O1")[0]
+    with pytest.raises(ValueError, match="forward was replaced already"):
+        initialize(again, optimizer, "O2")
     with pytest.raises(TypeError, match=r"weight is torch\.float16"):
         initialize(model.half(), torch.optim.SGD(model.parameters(), 0.1), "O2")
