@@ -67,6 +67,7 @@ FULL = [
     (F.cross_entropy, lambda: (low(4, 5), ones(4)), {"reduction": "none"}),
     (F.nll_loss, lambda: (low(4, 5), ones(4)), {}),
     (F.nll_loss, lambda: (low(2, 5, 3, 3), ones(2, 3, 3)), {}),
+    (torch._C._nn.nll_loss2d, lambda: (low(2, 5, 3, 3), ones(2, 3, 3)), {}),
     (F.mse_loss, lambda: (low(4, 5), low(4, 5)), {}),
     (F.l1_loss, lambda: (low(4, 5), low(4, 5)), {}),
     (F.smooth_l1_loss, lambda: (low(4, 5), low(4, 5)), {}),
@@ -107,7 +108,11 @@ REST = [  # what computes in the type of its arguments, or widens them itself
     (torch.sum, lambda: (low(3, 4),), {}),
     (torch.add, lambda: (low(3, 4), torch.ones(3, 4)), {}),
     (torch.mul, lambda: (torch.ones(3, 4), low(3, 4)), {}),
-    (torch.ge, lambda: (low(3, 4), torch.ones(3, 4)), {}),
+    (torch.div, lambda: (low(3, 4), torch.ones(3, 4)), {}),
+    *[
+        (function, lambda: (low(3, 4), torch.ones(3, 4)), {})
+        for function in (torch.eq, torch.ge, torch.gt, torch.le, torch.lt, torch.ne)
+    ],
     (F.relu, lambda: (low(3, 4),), {}),
     (F.avg_pool2d, lambda: (low(1, 2, 4, 4), 2), {}),
 ]
@@ -157,6 +162,28 @@ def test_products_are_torchs_to_the_bit(call, dtype):
     ours = computed(autocast("cpu", dtype), call)
     assert ours[0].dtype == dtype
     assert_same_bits(ours, computed(torch.autocast("cpu", dtype), call))
+
+
+WITHOUT_GRADIENT = [
+    (torch._addmm_activation, lambda: (randn(5), randn(3, 4), randn(4, 5)), {"use_gelu": True}),
+    (
+        torch._native_multi_head_attention,
+        lambda: (
+            *[randn(8, 8, 8) for _ in "qkv"],
+            *(8, 4, randn(24, 8), randn(24), randn(8, 8), randn(8)),
+        ),
+        {},
+    ),
+]
+
+
+@each_dtype
+@pytest.mark.parametrize("call", WITHOUT_GRADIENT, ids=name_of)
+def test_products_that_have_no_gradient_are_torchs_to_the_bit(call, dtype):
+    with torch.no_grad():
+        ours = computed(autocast("cpu", dtype), call)
+        assert ours[0].dtype == dtype
+        assert_same_bits(ours, computed(torch.autocast("cpu", dtype), call))
 
 
 @each_dtype
