@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..scattering import parts_of, rebuild, tensors_of
+
 LOW_DTYPES = torch.float16, torch.bfloat16
 
 
@@ -210,20 +212,15 @@ class autocast(TorchFunctionMode):
     def _cast_all(self, x, cast):
         if isinstance(x, torch.Tensor):
             return cast(x) if self._is_cast(x) else x
-        if isinstance(x, dict):
-            return {key: self._cast_all(value, cast) for key, value in x.items()}
-        if type(x) in (list, tuple):
-            return type(x)(self._cast_all(value, cast) for value in x)
+        if isinstance(x, (tuple, list, dict)):
+            return rebuild(x, [self._cast_all(part, cast) for part in parts_of(x)])
         return x
 
     def _is_cast(self, x):
         return x.device.type == self.device_type and x.dtype in (torch.float32, *LOW_DTYPES)
 
-    def _has_float32(self, x):
-        if isinstance(x, torch.Tensor):
-            return self._is_cast(x) and x.dtype == torch.float32
-        parts = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
-        return any(map(self._has_float32, parts))
+    def _has_float32(self, tree):
+        return any(self._is_cast(x) and x.dtype == torch.float32 for x in tensors_of(tree))
 
     def __enter__(self):
         regions = _REGIONS.get()

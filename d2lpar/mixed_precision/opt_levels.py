@@ -208,9 +208,9 @@ class MasterWeights(Optimizer):
 
     ``step`` takes the parameters' gradients to the copies, in float32, steps there, and rounds the
     copies into the parameters. A step that is too small for 16 bits is not lost: it adds up in the
-    copies. A parameter that was written since (a loaded state, another rank's weights) is taken
-    over before a step. ``param_groups`` holds them, so learning-rate schedulers work, and so does
-    ``clip_grad_norm_`` on what ``param_groups`` holds, after ``scaler.unscale_``.
+    copies, which ``param_groups`` holds: learning-rate schedulers work, and ``clip_grad_norm_`` on
+    what it holds does, after ``scaler.unscale_``. A parameter that was written since the last step
+    (a loaded state, another rank's weights) is taken over before the next.
 
     Args:
         optimizer: of parameters of which some have 16 bits; it trains the copies from now on.
@@ -248,7 +248,10 @@ class MasterWeights(Optimizer):
         self._taken = self._gradients()
 
     def _gradients(self) -> dict[torch.Tensor, tuple]:
-        """Return each parameter's gradient, and how often it was written."""
+        """Return what tells each parameter's gradient from another one, or from a later state.
+
+        The gradient itself is only held: its id must not be used again.
+        """
         grads = {param: param.grad for param in self.masters}
         return {p: (id(g), g if g is None else g._version, g) for p, g in grads.items()}
 

@@ -9,6 +9,7 @@ this file. Source: ``gradient_predivide_factor`` of apex's DistributedDataParall
 deleted in May 2025.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -22,9 +23,9 @@ def predivide(factor: float) -> Callable[..., torch.futures.Future[torch.Tensor]
     DistributedDataParallel or ours, and ``process_group`` None means all ranks. The sum over k
     ranks is divided by k / factor afterwards. 1 divides all at the end, k all at the beginning.
 
-    Raises ValueError unless ``factor`` is positive.
+    Raises ValueError unless ``factor`` is positive and finite.
     """
-    if not factor > 0:
+    if not 0 < factor < math.inf:
         raise ValueError(f"factor has to be positive, not {factor}")
 
     def hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket):

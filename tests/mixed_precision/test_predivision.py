@@ -52,7 +52,7 @@ def test_half_before_and_half_after_keeps_large_and_small():
         assert found["ours", factor] == (40_000, 1)
 
 
-@pytest.mark.parametrize("factor", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("factor", [0, -1.0, float("nan"), float("inf")])
 def test_a_factor_that_is_not_positive_is_refused(factor):
     with pytest.raises(ValueError, match="factor has to be positive"):
         predivide(factor)
