@@ -6,7 +6,7 @@ TORCH_DISTRIBUTED_DEBUG=DETAIL.
 """
 
 import struct
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -14,7 +14,7 @@ import torch
 
 from .checks import is_folded
 from .schedules import Schedule, steps_of
-from .transport import PeerError, Transport, name_ranks
+from .transport import PeerError, Send, Transport, name_ranks
 
 MARK = b"d2\xff\x7f"  # of a note; as a float32 it is NaN, so that hardly any data look like it
 NOTE = struct.Struct("<4sIq16s")  # mark, number of the call, rows, digest of the plan
@@ -29,13 +29,21 @@ class MismatchError(RuntimeError):
     """
 
 
-def agree(transport: Transport, call: int, plan: str, rows: int, timeout: float) -> list[int]:
+def agree(
+    transport: Transport,
+    call: int,
+    plan: str,
+    rows: int,
+    timeout: float,
+    ahead: Sequence[Send] | None = None,
+) -> list[int]:
     """Return everyone's rows; raise MismatchError on all ranks unless all have the same plan.
 
+    What went ``ahead`` with the notes (see ``Transport.tell``) is then dropped by all, unread.
     Raises PeerError too: see ``Transport.tell``, and where a rank sends something else than a note.
     """
     with transport.guard():
-        notes = transport.tell(NOTE.pack(MARK, call % 2**32, rows, _digest(plan)), timeout)
+        notes = transport.tell(NOTE.pack(MARK, call % 2**32, rows, _digest(plan)), timeout, ahead)
     if notes.count(notes[0]) == len(notes):  # as a rule, and quickly seen
         return [rows] * len(notes)
     marks, calls, rows, digests = zip(*map(NOTE.unpack, notes), strict=True)

@@ -175,7 +175,9 @@ def bounds_of(parts: Sequence[torch.Tensor]) -> list[int]:
 
 def flatten(tensor: torch.Tensor, widen: bool) -> torch.Tensor:
     """Return the elements in one dimension: a view where the layout allows it, else a copy."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    if flat.dim() != 1:  # what needs no view has none: for a small message each costs time
+        flat = flat.reshape(-1)
     return flat.float() if widen and is_low_precision(tensor.dtype) else flat
 
 

@@ -3,8 +3,9 @@
 A lane is a one-way path from one rank to another: two slots of a memory that both have mapped, and
 two counting semaphores that say how many slots are free and how many are full. It is the bounded
 buffer of Dijkstra, "Cooperating sequential processes" (1965). A message is copied once into a slot
-and read from there; no system call copies it, and none is made as long as nobody has to sleep.
-Notebook 05 measures it against gloo.
+and read from there; no system call copies it, and none is made as long as nobody has to sleep. A
+note takes the first piece of the message that follows it along in its slot, so that one wait does
+for both. Notebook 05 measures lanes against gloo.
 """
 
 import mmap
@@ -24,6 +25,7 @@ from .transport import ALIGNMENT, PeerError, Receive, Send, Transport, name_rank
 CHANNELS = 4  # process groups of a rank that can have lanes, in all; further ones send messages
 SLOTS = 2  # of a lane: one is filled while the other is emptied
 SLOT_BYTES = 2**20  # at most
+NOTE_BYTES = 64  # at the beginning of a slot, where a piece goes along behind the note
 MIN_SLOT_BYTES = 2**12  # with smaller ones, which more than 28 ranks would have, nothing is won
 LANE_BYTES = 24 * 2**20  # all lanes together: two launches of 16 ranks fit into a container's 64 MB
 TABLE_ROWS = 3
@@ -42,6 +44,8 @@ class _Lane:
         self.slots = slots  # offsets in the memory
         self.acquire, self.release = waits_for.acquire, announces.release
         self.turn = 0  # messages so far
+        self.ahead = False  # the first piece of what is sent next has gone along with a note
+        self.held = 0  # a receiver's: where the piece lies that came along with a note, or 0
 
     def next_slot(self) -> int:
         """Return the offset of the slot that was waited for."""
@@ -67,29 +71,51 @@ class Lanes(Transport):
         # (bit r for rank r). The semaphores order what is in the slots, on every processor, but not
         # this: a rank may see an old entry, which at worst names another one that is missing, too.
         self.waits_for, self.looked, self.missed = memory.table_of(channel)
-        self.bytes, self.slot_bytes = memory.bytes, memory.slot_bytes
+        self.bytes, self.piece_bytes = memory.bytes, memory.slot_bytes - NOTE_BYTES
         self.tensor = torch.frombuffer(memory.bytes, dtype=torch.uint8)
         self.view = lru_cache(maxsize=256)(self._view)
 
-    def _tell(self, note: bytes, deadline: float) -> list[bytes]:
+    def _tell(self, note: bytes, deadline: float, ahead: Sequence[Send] | None) -> list[bytes]:
+        self._drop_held()
         notes, missing = [note] * len(self.ranks), set()
-        for lane in self.outgoing.values():
+        first = self._first_pieces(ahead or ())
+        for i, lane in self.outgoing.items():
             if not lane.acquire(False) and not self._sleep(lane, deadline):
                 missing.add(lane.rank)  # who else?
                 continue
-            offset = lane.next_slot()
-            self.bytes[offset : offset + len(note)] = note
+            slot = lane.next_slot()
+            self.bytes[slot : slot + len(note)] = note
+            lane.ahead = i in first
+            if lane.ahead:
+                self.view(slot + NOTE_BYTES, first[i].numel(), first[i].dtype).copy_(first[i])
             lane.release()
         for i, lane in self.incoming.items():
             if not lane.acquire(False) and not self._sleep(lane, deadline):
                 missing.add(lane.rank)
                 continue
-            offset = lane.next_slot()
-            notes[i] = bytes(self.bytes[offset : offset + len(note)])
-            lane.release()
+            slot = lane.next_slot()
+            notes[i] = bytes(self.bytes[slot : slot + len(note)])
+            lane.held = slot + NOTE_BYTES
         if missing:
             raise PeerError(f"{name_ranks(sorted(missing))} did not call in time", sorted(missing))
+        if ahead is None:
+            self._drop_held()
         return notes
+
+    def _first_pieces(self, sends: Sequence[Send]) -> dict[int, torch.Tensor]:
+        """Return the first piece of what each member is sent, where it is sent anything."""
+        first = {}
+        for dst, message in sends:
+            if pieces := pieces_of(message, self.piece_bytes):
+                first.setdefault(dst, pieces[0])
+        return first
+
+    def _drop_held(self) -> None:
+        """Release the slots of notes with which nothing came along that is still wanted."""
+        for lane in self.incoming.values():
+            if lane.held:
+                lane.held = 0
+                lane.release()
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
         # Everyone sends a piece to each before it receives one from each, so that nobody waits for
@@ -98,13 +124,17 @@ class Lanes(Transport):
         receiving = self._rounds(self.incoming, receives)
         for leaving, arriving in zip_longest(sending, receiving, fillvalue=()):
             for lane, piece in leaving:
+                if lane.ahead:
+                    lane.ahead = False
+                    continue
                 slot = self._slot(lane, deadline)
                 self.view(slot, piece.numel(), piece.dtype).copy_(piece)
                 lane.release()
             for lane, piece, into in arriving:
-                slot = self._slot(lane, deadline)
+                slot, lane.held = lane.held or self._slot(lane, deadline), 0
                 into(piece, self.view(slot, piece.numel(), piece.dtype))
                 lane.release()
+        self._drop_held()
 
     def _rounds(self, lanes: dict[int, _Lane], moves: list) -> list[list[tuple]]:
         """Cut all messages into pieces that fit into a slot: a round has one for each lane.
@@ -114,7 +144,7 @@ class Lanes(Transport):
         """
         rounds, turns = [], dict.fromkeys(lanes, 0)
         for peer, message, *into in moves:
-            for piece in pieces_of(message, self.slot_bytes):
+            for piece in pieces_of(message, self.piece_bytes):
                 if turns[peer] == len(rounds):
                     rounds.append([])
                 rounds[turns[peer]].append((lanes[peer], piece, *into))

@@ -1,44 +1,25 @@
 """Collectives between ranks: each rank makes its own moves of a schedule, over a transport.
 
 The functions have the names and the meaning of those in ``collectives``, but a rank passes its own
-tensor instead of a list. Before anything moves, all ranks compare what they are about to do: torch
-does that only under TORCH_DISTRIBUTED_DEBUG=DETAIL, and without it gloo aborts or is silently
+tensor instead of a list. Before anything is reduced, all ranks compare what they are about to do:
+torch does that only under TORCH_DISTRIBUTED_DEBUG=DETAIL, and without it gloo aborts or is silently
 wrong. Notebook 05 builds this file.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .agreement import MismatchError, agree, describe_schedule, describe_tensor, is_expanded
 from .checks import check_tensor
-from .collectives import (
-    bounds_of,
-    check_op,
-    divide,
-    flatten,
-    is_low_precision,
-    part_of,
-    put_back,
-    reducer,
-)
+from .collectives import bounds_of, check_op, divide, flatten, part_of, put_back
 from .members import Member, member_of, use_lanes, use_messages
+from .moves import Part, even_bounds, make_moves, own_moves
 from .nccl import NcclMessages
-from .schedules import (
-    Schedule,
-    check_steps,
-    direct,
-    num_chunks,
-    recursive_doubling,
-    ring,
-    star,
-    steps_of,
-    tree_broadcast,
-)
-from .transport import BusyError, PeerError, Receive, Send, Transport, take
+from .schedules import Schedule, direct, recursive_doubling, ring, star, tree_broadcast
+from .transport import BusyError, PeerError, Transport
 
 __all__ = (
     "BusyError",
@@ -83,7 +64,8 @@ def allreduce(
         op: "sum", "mean", "max", "min" or "product".
         group: a process group of which this rank is a member; None: all ranks.
         check: whether the ranks first compare what they are about to do. Over gloo this costs one
-            exchange of 32 bytes. Without it a mistake may hang, abort or go unseen.
+            exchange of 32 bytes; over lanes they go along with the first message. Without it a
+            mistake may hang, abort or go unseen.
         timeout: seconds to wait for the others, in each step.
         label: what is reduced, such as "step 3": compared by the check.
 
@@ -104,20 +86,21 @@ def allreduce(
     k = len(transport.ranks)
     what = f"{op} of {_described(tensor, transport)}, {describe_schedule(schedule, k)}"
     plan = _plan("allreduce", label, what)
-    with transport.call(plan):
-        _begin(plan, tensor, op, member, check, timeout)
-        if schedule is None:
-            itemsize = 4 if is_low_precision(tensor.dtype) else tensor.element_size()
-            schedule = choose(itemsize * tensor.numel(), k)
-        if not callable(schedule):
+
+    def prepare() -> Part:
+        if schedule is not None and not callable(schedule):
             kind = type(schedule).__name__
             raise TypeError(f"schedule must be a function such as ring, not {kind}")
-        steps, n = _own_moves(schedule, k, transport.member, op)
+        flat = _message_of(tensor, transport)
+        steps, n = own_moves(schedule or choose(flat.nbytes, k), k, transport.member, op)
+        return Part(steps, flat, even_bounds(flat.numel(), n))
+
+    with transport.call(plan):
+        part, _ = _agreed(plan, prepare, tensor, op, member, check, timeout)
         with transport.guard():
-            flat = _message_of(tensor, transport)
-            _run(steps, flat, _even_bounds(flat.numel(), n), transport, timeout)
-            divide([flat], op, k)
-            put_back([tensor], [flat])
+            make_moves(part, transport, timeout)
+            divide([part.flat], op, k)
+            put_back([tensor], [part.flat])
 
 
 def reduce_scatter(
@@ -139,15 +122,18 @@ def reduce_scatter(
     transport = member.transport
     k, me = len(transport.ranks), transport.member
     plan = _plan("reduce_scatter", label, f"{op} of {_described(tensor, transport)}")
+
+    def prepare() -> Part:
+        steps, _ = own_moves(ring, k, me, op)
+        bounds = bounds_of(torch.atleast_1d(tensor.detach()).tensor_split(k))
+        return Part(steps[: k - 1], _message_of(tensor, transport), bounds)
+
     with transport.call(plan):
-        _begin(plan, tensor, op, member, check, timeout)
-        steps, _ = _own_moves(ring, k, me, op)
+        part, _ = _agreed(plan, prepare, tensor, op, member, check, timeout)
         with transport.guard():
-            flat = _message_of(tensor, transport)
-            bounds = bounds_of(torch.atleast_1d(tensor.detach()).tensor_split(k))
-            _run(steps[: k - 1], flat, bounds, transport, timeout)
-            divide([part_of(flat, me, bounds)], op, k)
-            put_back([tensor], [flat])
+            make_moves(part, transport, timeout)
+            divide([part_of(part.flat, me, part.bounds)], op, k)
+            put_back([tensor], [part.flat])
     return torch.atleast_1d(tensor.detach()).tensor_split(k)[me]
 
 
@@ -168,16 +154,22 @@ def all_gather(
     transport = member.transport
     k, me = len(transport.ranks), transport.member
     plan = _plan("all_gather", label, f"rows of {_described(shard, transport, first=1)}")
+
+    def prepare() -> Part:
+        steps, _ = own_moves(ring, k, me, "sum")
+        own = _message_of(shard, transport, widen=False)
+        alone = [0] * (me + 1) + [own.numel()] * (k - me)  # as if only this rank had rows
+        return Part(steps[k - 1 :], own, alone)
+
     with transport.call(plan):
-        rows = _begin(plan, shard, "sum", member, True, timeout)
-        steps, _ = _own_moves(ring, k, me, "sum")
+        part, rows = _agreed(plan, prepare, shard, "sum", member, True, timeout)
         with transport.guard():
-            shard = torch.atleast_1d(shard.detach())
-            bounds = [0, *accumulate(n * shard.shape[1:].numel() for n in rows)]
-            flat = shard.new_empty(bounds[-1], device=transport.home(shard))
-            part_of(flat, me, bounds).copy_(shard.reshape(-1))
-            _run(steps[k - 1 :], flat, bounds, transport, timeout)
-            return flat.reshape(sum(rows), *shard.shape[1:]).to(shard.device)
+            shape = torch.atleast_1d(shard).shape[1:]
+            bounds = [0, *accumulate(n * shape.numel() for n in rows)]
+            flat = part.flat.new_empty(bounds[-1])
+            part_of(flat, me, bounds).copy_(part.flat)
+            make_moves(Part(part.steps, flat, bounds), transport, timeout)
+            return flat.reshape(sum(rows), *shape).to(shard.device)
 
 
 def broadcast(
@@ -198,17 +190,20 @@ def broadcast(
     transport = member.transport
     k = len(transport.ranks)
     plan = _plan("broadcast", label, f"from rank {src} of {_described(tensor, transport)}")
-    with transport.call(plan):
-        _begin(plan, tensor, "sum", member, check, timeout)
+
+    def prepare() -> Part:
         if src not in transport.ranks:
             members = list(transport.ranks)
             raise ValueError(f"src is {src!r}, but the group has the ranks {members}")
         root = transport.ranks.index(src)
-        steps, _ = _own_moves(tree_broadcast, k, transport.member, "sum", root)
+        steps, _ = own_moves(tree_broadcast, k, transport.member, "sum", root)
+        return Part(steps, _message_of(tensor, transport, widen=False), [])
+
+    with transport.call(plan):
+        part, _ = _agreed(plan, prepare, tensor, "sum", member, check, timeout)
         with transport.guard():
-            flat = _message_of(tensor, transport, widen=False)
-            _run(steps, flat, [], transport, timeout)
-            put_back([tensor], [flat])
+            make_moves(part, transport, timeout)
+            put_back([tensor], [part.flat])
 
 
 def barrier(
@@ -238,51 +233,13 @@ def choose(nbytes: int, k: int) -> Schedule:
     return star if nbytes <= 2 * 2**20 else direct
 
 
-class _Step(NamedTuple):
-    """A member's own moves of one step: (destination, chunk), (source, chunk, into)."""
-
-    sends: list[tuple]
-    receives: list[tuple]
-
-
-@lru_cache(maxsize=1024)
-def _own_moves(schedule, k: int, member: int, op: str, *args) -> tuple[list[_Step], int]:
-    """Return the moves of one member, step by step, and into how many chunks the tensor is cut."""
-    steps = steps_of(schedule, k, *args)
-    check_steps(steps, k)
-    own = []
-    for step in steps:
-        sends = [(m.dst, m.chunk) for m in step if m.src == member]
-        receives = [
-            (m.src, m.chunk, reducer(op, m.src < member) if m.reduce else take)
-            for m in step
-            if m.dst == member
-        ]
-        own.append(_Step(sends, receives))
-    return own, num_chunks(steps)
-
-
-@lru_cache(maxsize=1024)
-def _even_bounds(numel: int, n: int) -> list[int]:
-    """Return where ``tensor_split`` cuts ``numel`` elements into ``n``: the first are larger."""
-    each, larger = divmod(numel, n)
-    return [i * each + min(i, larger) for i in range(n + 1)]
-
-
-def _run(steps: list[_Step], flat: torch.Tensor, bounds: list, transport, timeout) -> None:
-    """Make all the moves of ``steps`` on ``flat``: chunk c is bounds[c] to bounds[c + 1]."""
-    for sends, receives in steps:
-        transport.exchange(
-            [Send(dst, part_of(flat, chunk, bounds)) for dst, chunk in sends],
-            [Receive(src, part_of(flat, chunk, bounds), into) for src, chunk, into in receives],
-            timeout,
-        )
-
-
 def _message_of(tensor: torch.Tensor, transport: Transport, widen: bool = True) -> torch.Tensor:
     """Return the elements as they are sent: side by side, where the transport can read them."""
-    flat = flatten(tensor, widen).resolve_conj().resolve_neg()
-    return flat.contiguous().to(transport.home(tensor))
+    flat = flatten(tensor, widen)
+    if flat.is_conj() or flat.is_neg() or not flat.is_contiguous():
+        flat = flat.resolve_conj().resolve_neg().contiguous()
+    home = transport.home(tensor)
+    return flat if flat.device == home else flat.to(home)
 
 
 def _plan(name: str, label: str, what: str = "") -> str:
@@ -298,18 +255,42 @@ def _described(tensor, transport: Transport, first: int = 0) -> str:
     return words
 
 
-def _begin(plan, tensor, op, member: Member, check: bool, timeout: float) -> list[int]:
-    """Compare plans, then look at what all have agreed on: so an error is the same on all ranks."""
+def _agreed(
+    plan: str,
+    prepare: Callable[[], Part],
+    tensor: torch.Tensor,
+    op: str,
+    member: Member,
+    check: bool,
+    timeout: float,
+) -> tuple[Part, list[int]]:
+    """Prepare this member's part, compare plans, and return the part and everyone's rows.
+
+    What fails here is raised only when all have agreed on what to do: what is wrong with the
+    arguments is then the same error on all ranks, and a difference between ranks comes first.
+    """
     member.calls += 1
+    failure, ahead, rows = None, None, []
+    try:
+        _check(tensor, op)
+        part = prepare()
+        ahead = part.sends(part.steps[0]) if part.steps else None
+    except Exception as error:
+        failure = error
     if check:
-        rows = agree(member.transport, member.calls, plan, _rows(tensor), timeout)
-    else:
-        rows = []
+        rows = agree(member.transport, member.calls, plan, _rows(tensor), timeout, ahead)
+    if failure is None:
+        return part, rows
+    if not isinstance(failure, (TypeError, ValueError)):  # it is this rank's alone: a full memory
+        member.transport.give_up(failure)
+    raise failure
+
+
+def _check(tensor: torch.Tensor, op: str) -> None:
     check_tensor(tensor, "the tensor")
     check_op(op, tensor.dtype)
     if is_expanded(tensor):
         raise ValueError(f"the tensor is an expanded view (strides {tensor.stride()}): clone it")
-    return rows
 
 
 def _rows(tensor) -> int:

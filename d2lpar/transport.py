@@ -110,15 +110,16 @@ class Transport:
             self.broken = f"{type(error).__name__}: {error}"
             self._announce(error)
 
-    def tell(self, note: bytes, timeout: float) -> list[bytes]:
+    def tell(self, note: bytes, timeout: float, ahead: Sequence[Send] | None = None) -> list[bytes]:
         """Give ``note`` to all other members; return everyone's, in order: all of one length.
 
-        Nobody returns before all have called, so this is a barrier too.
+        Nobody returns before all have called, so this is a barrier too. ``ahead`` is what this rank
+        sends in the exchange that comes next, if one does: a transport may take some of it along.
 
         Raises:
             PeerError: naming all who did not call within ``timeout`` seconds, or are gone.
         """
-        return self._tell(note, time.monotonic() + timeout)
+        return self._tell(note, time.monotonic() + timeout, ahead)
 
     def exchange(self, sends: list[Send], receives: list[Receive], timeout: float) -> None:
         """Make the moves of one step; return when the parts are written and the messages sent.
@@ -208,7 +209,7 @@ class Messages(Transport):
         """The process group, which someone else must keep."""
         return self._group()
 
-    def _tell(self, note: bytes, deadline: float) -> list[bytes]:
+    def _tell(self, note: bytes, deadline: float, ahead: Sequence[Send] | None) -> list[bytes]:
         mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(self.device)
         theirs = mine.repeat(len(self.ranks), 1)
         moves = [(dist.isend, mine, i) for i in self.others]

@@ -4,7 +4,7 @@ import torch
 from d2lpar.agreement import agree, describe_schedule, describe_tensor
 from d2lpar.ranks import MismatchError
 from d2lpar.schedules import ring, star
-from d2lpar.transport import PeerError, Transport
+from d2lpar.transport import PeerError, Send, Transport
 
 
 class Told(Transport):
@@ -15,7 +15,8 @@ class Told(Transport):
         self.answers = list(answers)
         self.lengths = []
 
-    def tell(self, note, timeout):
+    def tell(self, note, timeout, ahead=None):
+        self.ahead = ahead
         self.lengths.append(len(note))
         return [note, self.answers.pop(0)(note)]
 
@@ -27,6 +28,17 @@ def test_equal_plans_are_told_in_one_short_note_and_rows_come_back():
     transport = Told(lambda note: note)
     assert agree(transport, 3, "plan", 5, 1.0) == [5, 5]
     assert len(transport.lengths) == 1 and transport.lengths[0] <= 64
+
+
+def test_what_is_sent_next_goes_ahead_with_the_note_but_not_with_the_whole_plan():
+    sends = [Send(1, torch.ones(2))]
+    transport = Told(lambda note: note)
+    agree(transport, 3, "plan", 5, 1.0, sends)
+    assert transport.ahead is sends
+    transport = Told(lambda note: note[:-1] + b"x", lambda text: text)
+    with pytest.raises(MismatchError):
+        agree(transport, 3, "plan", 5, 1.0, sends)
+    assert transport.ahead is None
 
 
 @pytest.mark.parametrize("place", [4, 16, 31])

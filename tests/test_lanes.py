@@ -17,7 +17,7 @@ import torch.distributed as dist
 from d2lpar import ranks
 from d2lpar.lanes import CHANNELS, LANE_BYTES, SLOTS, Lanes, SharedMemory
 from d2lpar.launcher import RankError, launch
-from d2lpar.schedules import Move, ring
+from d2lpar.schedules import Move, direct, recursive_doubling, ring, star
 from d2lpar.transport import Messages, PeerError, Receive, Send, take
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -60,10 +60,9 @@ def test_the_default_group_has_lanes():
 def test_messages_of_any_length(k):
     def check(rank, k):
         transport = transport_of()
-        slot = transport.slot_bytes
         complaints = []
         for dtype in (torch.bool, torch.complex64):
-            full = slot // dtype.itemsize
+            full = transport.piece_bytes // dtype.itemsize
             for numel in (0, 63, full, full + 1, 3 * full + 3):
                 for into in (take, add):
                     message = (torch.arange(numel) * (rank + 3) % 100).to(dtype)
@@ -106,7 +105,7 @@ def test_a_sender_far_ahead_blocks_and_goes_on():
 def test_partners_swap_what_they_hold():
     def check(rank, k):
         transport = transport_of()
-        numel = 3 * transport.slot_bytes // 4 + 5
+        numel = 3 * transport.piece_bytes // 4 + 5
         complaints = []
         for into, factor in ((take, 2 - rank), (add, 3)):
             tensor = torch.arange(float(numel)) * (rank + 1)
@@ -122,7 +121,7 @@ def test_partners_swap_what_they_hold():
 def test_several_messages_of_a_pair_in_one_step(count):
     def check(rank, k, count):
         transport = transport_of()
-        sizes = [3, transport.slot_bytes, 1][:count]  # in floats
+        sizes = [3, transport.piece_bytes, 1][:count]  # in floats
         parts = [torch.zeros(n) for n in sizes]
         sends = [Send(1 - rank, torch.full((n,), 10.0 * rank + i)) for i, n in enumerate(sizes)]
         receives = [Receive(1 - rank, part, take) for part in parts]
@@ -167,6 +166,82 @@ def test_tell_returns_all_notes_in_order_and_is_a_barrier():
     for notes, _, after in results:
         assert notes == [[b"%d %2d" % (r, i) for r in range(4)] for i in range(50)]
         assert after >= max(before for _, before, _ in results)
+
+
+def free_slots(transport):
+    """Return how many slots of each lane, out and in, are free when no rank is in a call."""
+    found = []
+    for member in range(len(transport.ranks)):  # one after the other: counting takes what it counts
+        dist.barrier()
+        if member == transport.member:
+            outgoing = [lane.acquire.__self__ for lane in transport.outgoing.values()]
+            incoming = [lane.release.__self__ for lane in transport.incoming.values()]
+            for free in outgoing + incoming:
+                found.append(sum(free.acquire(False) for _ in range(SLOTS + 1)))
+                for _ in range(found[-1]):
+                    free.release()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_a_note_takes_the_first_piece_along(k):
+    def check(rank, k):
+        transport = transport_of()
+        full = transport.piece_bytes // 4
+        after, before = (rank + 1) % k, (rank - 1) % k
+        complaints = []
+        for sizes in ([0], [5], [full], [full + 1], [0, 3], [2, full, 0, 4]):
+            messages = [torch.arange(float(n)) + rank for n in sizes]
+            parts = [torch.zeros(n) for n in sizes]
+            sends = [Send(after, message) for message in messages]
+            receives = [Receive(before, part, add) for part in parts]
+            turns = transport.outgoing[after].turn, transport.incoming[before].turn
+            transport.tell(b"note", 30, ahead=sends)
+            transport.exchange(sends, receives, 30)
+            wanted = [torch.arange(float(n)) + before for n in sizes]
+            if not all(map(torch.equal, parts, wanted)):
+                complaints.append((sizes, "wrong"))
+            slots = max(1, sum(-(-n // full) for n in sizes))  # the note needs none of its own
+            used = transport.outgoing[after].turn, transport.incoming[before].turn
+            if [b - a for a, b in zip(turns, used, strict=True)] != [slots, slots]:
+                complaints.append((sizes, turns, used))
+        return complaints, free_slots(transport)
+
+    assert launch(check, k) == [([], [SLOTS] * 2 * (k - 1))] * k
+
+
+def test_what_went_ahead_is_dropped_where_nobody_wants_it():
+    def check(rank, k):
+        transport = transport_of()
+        message, part = torch.full((4,), 10.0 + rank), torch.zeros(4)
+        transport.tell(b"note", 30, ahead=[Send(1 - rank, message)])  # plans differ, say
+        transport.tell(b"the whole plan", 30)
+        transport.exchange([Send(1 - rank, -message)], [Receive(1 - rank, part, take)], 30)
+        transport.tell(b"note", 30, ahead=[Send(0, message)] if rank else [])  # one way only
+        if rank == 0:
+            transport.exchange([], [Receive(1, part, add)], 30)
+        else:
+            transport.exchange([Send(0, message)], [], 30)
+        return part.tolist(), free_slots(transport)
+
+    free = [SLOTS] * 2
+    assert launch(check, 2) == [([0.0] * 4, free), ([-10.0] * 4, free)]
+
+
+@pytest.mark.parametrize("schedule", [star, direct, ring, recursive_doubling])
+def test_a_difference_leaves_tensors_and_lanes_as_they_were(schedule):
+    def check(rank, k, schedule):
+        transport = transport_of()
+        tensor = torch.full((4,), float(rank))
+        with contextlib.suppress(ranks.MismatchError):
+            ranks.allreduce(tensor, schedule, label="odd" if rank == 1 else "even")
+        kept = tensor.tolist()
+        ranks.allreduce(tensor, schedule, check=False)
+        return kept, tensor.tolist(), free_slots(transport)
+
+    for rank, result in enumerate(launch(check, 4, schedule)):
+        assert result == ([float(rank)] * 4, [6.0] * 4, [SLOTS] * 6)
 
 
 def test_a_failed_call_marks_the_transport_as_broken():

@@ -38,6 +38,7 @@ ORDER = (
     "lanes",
     "agreement",
     "members",
+    "moves",
     "ranks",
     "point_to_point",
     "worker",

@@ -747,7 +747,7 @@ def fails_once(name):
 
 
 @both
-@pytest.mark.parametrize("place", ["_message_of", "_run", "divide", "put_back"])
+@pytest.mark.parametrize("place", ["_message_of", "make_moves", "divide", "put_back"])
 @pytest.mark.parametrize("schedule", [star, ring])
 def test_a_rank_that_fails_after_the_agreement_is_named_and_nobody_takes_its_note_for_data(
     schedule, place, way
