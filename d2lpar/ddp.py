@@ -20,7 +20,7 @@ from .ddp_arguments import check_gpu, check_module, refuse, refuse_groups
 from .members import check_group
 from .reducer import Reducer, naming_join
 from .scattering import scatter
-from .state_sharing import share_buffers, share_state
+from .state_sharing import share_state, share_tensors
 
 
 class NaiveDistributedDataParallel(nn.Module):
@@ -265,7 +265,7 @@ class DistributedDataParallel(nn.Module):
 
     def _share_buffers(self) -> None:
         with naming_join():
-            share_buffers(self.module, self._source, self.process_group)
+            share_tensors(self.module.buffers(), self._source, self.process_group)
 
     @property
     def _source(self) -> int:
@@ -305,20 +305,23 @@ class DistributedDataParallel(nn.Module):
                 self.require_forward_param_sync = plans.averages
             if enable:
                 buffers = self.module.buffers() if self.broadcast_buffers else ()
-                for tensor in [*self.module.parameters(), *buffers]:
-                    ranks.broadcast(tensor.detach(), self._source, self.process_group)
+                state = [*self.module.parameters(), *buffers]
+                share_tensors(state, self._source, self.process_group)
         finally:
             self._joins, self._shrinks, self._active = False, False, self._ranks
 
     def _roll_call(self, mine: _Plans) -> _Plans:
         """Note who has a batch; return what those who have one are about to do."""
-        plans = ranks.all_gather(torch.tensor([mine]), self.process_group)
-        present = plans[:, 0].tolist()
-        if self._throws and any(present) and not all(present):
+        bits = sum(planned << i for i, planned in enumerate(mine))
+        plans = [
+            _Plans(*(bits >> i & 1 for i in range(len(mine))))
+            for bits in ranks.all_gather_int(bits, self.process_group)
+        ]
+        active = [rank for rank, plan in zip(self._ranks, plans, strict=True) if plan.present]
+        if self._throws and 0 < len(active) < len(plans):
             raise RuntimeError("a rank has no batch left, and throw_on_early_termination is set")
-        active = [rank for rank, here in zip(self._ranks, present, strict=True) if here]
         self._active = active or self._active
-        return _Plans(*plans.any(dim=0).tolist())
+        return _Plans(*map(any, zip(*plans, strict=True)))
 
     # Copies
 

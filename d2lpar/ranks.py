@@ -26,6 +26,7 @@ __all__ = (
     "MismatchError",
     "PeerError",
     "all_gather",
+    "all_gather_int",
     "allreduce",
     "barrier",
     "broadcast",
@@ -210,11 +211,30 @@ def barrier(
     group: dist.ProcessGroup | None = None, timeout: float | None = None, *, label: str = ""
 ) -> None:
     """Return when all ranks of the group have called. Errors are those of ``allreduce``."""
+    _all_told(0, _plan("barrier", label), group, timeout)
+
+
+def all_gather_int(
+    number: int,
+    group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+    *,
+    label: str = "",
+) -> list[int]:
+    """Return the number of every rank, each from -2^63 to 2^63 - 1: it goes along with the check.
+
+    Other arguments and errors are those of ``allreduce``.
+    """
+    if not isinstance(number, int) or not -(2**63) <= number < 2**63:
+        raise ValueError(f"number must be an int of 64 bits, not {number!r}")
+    return _all_told(number, _plan("all_gather_int", label), group, timeout)
+
+
+def _all_told(number: int, plan: str, group, timeout) -> list[int]:
     member, timeout = member_of(group, timeout)
-    plan = _plan("barrier", label)
     with member.transport.call(plan):
         member.calls += 1
-        agree(member.transport, member.calls, plan, 0, timeout)
+        return agree(member.transport, member.calls, plan, number, timeout)
 
 
 def choose(nbytes: int, k: int) -> Schedule:

@@ -4,11 +4,15 @@ Notebook 05 builds this file. Source: ``torch.nn.parallel.DistributedDataParalle
 shapes, and broadcasts parameters and buffers.
 """
 
+from collections.abc import Iterable, Iterator
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from . import ranks
+
+MESSAGE_BYTES = 250 * 2**20  # as in torch: where a message has several tensors, it has no more
 
 
 def share_state(
@@ -38,8 +42,7 @@ def share_state(
                 f"the ranks have different modules: number {i} of the parameters and buffers is "
                 f"{a} on rank {members[0]}, but {b} on rank {rank}"
             )
-    for _, tensor in state:
-        ranks.broadcast(tensor.detach(), members[0], group)
+    share_tensors([tensor for _, tensor in state], members[0], group)
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -49,16 +52,29 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 @torch.no_grad()
-def share_buffers(module: nn.Module, src: int, group: dist.ProcessGroup | None = None) -> None:
-    """Copy the buffers of rank ``src`` into everyone's, in one message for each dtype and device.
+def share_tensors(
+    tensors: Iterable[torch.Tensor], src: int, group: dist.ProcessGroup | None = None
+) -> None:
+    """Copy those of rank ``src`` into everyone's: tensors of one dtype and device travel together.
 
-    A graph that has saved a buffer, of a forward pass before, does not see that it changes.
+    A graph that has saved one of them, of a forward pass before, does not see that it changes.
     """
-    buffers = [buffer.data for buffer in module.buffers()]  # detach would let autograd see it
-    for kind in dict.fromkeys((buffer.dtype, buffer.device) for buffer in buffers):
-        same = [buffer for buffer in buffers if (buffer.dtype, buffer.device) == kind]
-        flat = torch.cat([buffer.reshape(-1) for buffer in same])
+    for same in _messages([tensor.data for tensor in tensors]):  # autograd would see a .detach()
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
         ranks.broadcast(flat, src, group)
-        parts = flat.split([buffer.numel() for buffer in same])
-        for buffer, part in zip(same, parts, strict=True):
-            buffer.copy_(part.view_as(buffer))
+        parts = flat.split([tensor.numel() for tensor in same])
+        for tensor, part in zip(same, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _messages(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    begun = {}  # (dtype, device): the tensors of a message that has room, and their bytes
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        same, nbytes = begun.pop(kind, ([], 0))
+        if same and nbytes + tensor.nbytes > MESSAGE_BYTES:
+            yield same
+            same, nbytes = [], 0
+        same.append(tensor)
+        begun[kind] = same, nbytes + tensor.nbytes
+    yield from (same for same, _ in begun.values())

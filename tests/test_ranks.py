@@ -463,6 +463,22 @@ def test_every_rank_learns_of_a_difference_and_the_group_goes_on(k, way):
 
 
 @both
+def test_numbers_of_all_ranks_go_along_with_the_check(way):
+    def check(rank, k, way):
+        group = group_for(way)
+        numbers = [ranks.all_gather_int(n, group) for n in (rank, -rank, 2**62 + rank)]
+        refused = [attempt(ranks.all_gather_int, n, group)[:2] for n in (2**63, 1.5)]
+        mixed = attempt(ranks.all_gather_int if rank else ranks.barrier, *[5] * rank, group=group)
+        return numbers, refused, mixed[0], ranks.all_gather_int(7, group)
+
+    for numbers, refused, mixed, after in launch(check, 2, way):
+        assert numbers == [[0, 1], [0, -1], [2**62, 2**62 + 1]]
+        assert [kind for kind, _ in refused] == ["ValueError"] * 2
+        assert refused[0][1] == f"number must be an int of 64 bits, not {2**63}"
+        assert (mixed, after) == ("MismatchError", [7, 7])
+
+
+@both
 def test_a_rank_that_skips_a_call(way):
     def check(rank, k, way):
         group = group_for(way)
@@ -490,6 +506,7 @@ def test_a_label_shows_at_once_which_of_several_equal_calls_was_skipped(way):
             "all_gather": lambda **c: ranks.all_gather(shard, **c),
             "broadcast": lambda **c: ranks.broadcast(shard, **c),
             "barrier": lambda **c: ranks.barrier(**c),
+            "all_gather_int": lambda **c: ranks.all_gather_int(rank, **c),
         }
         texts = {}
         for name, call in calls.items():

@@ -6,8 +6,9 @@ import cloudpickle
 import torch
 from torch import nn
 
+from d2lpar import count_bytes, state_sharing
 from d2lpar.launcher import launch
-from d2lpar.state_sharing import share_buffers, share_state
+from d2lpar.state_sharing import share_state, share_tensors
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LIMIT = 60  # seconds, for what takes less than one
@@ -29,7 +30,7 @@ def numbers(tensors):
 def test_buffers_of_one_rank_are_taken_by_all():
     def share(rank, world_size):
         module = model(rank)
-        share_buffers(module, 1)
+        share_tensors(module.buffers(), 1)
         buffers = dict(module.named_buffers())
         return (
             buffers["mask"].tolist(),
@@ -48,7 +49,7 @@ def test_a_graph_that_has_saved_a_buffer_does_not_see_it_change():
         module = model(rank)
         X = torch.ones(2, 3, requires_grad=True)
         loss = (X * module[1].running_mean).sum()
-        share_buffers(module, 1)
+        share_tensors(module.buffers(), 1)
         loss.backward()  # with the numbers of rank 1: as torch, we do not keep the old ones
         return X.grad.tolist()
 
@@ -63,3 +64,23 @@ def test_buffers_may_be_left_out():
 
     expected = [({0.0}, [float(rank)] * 3) for rank in range(2)]
     assert launch(share, 2, timeout=LIMIT) == expected
+
+
+def test_many_tensors_travel_in_few_messages_and_none_is_larger_than_allowed():
+    def share(rank, world_size, limit):
+        state_sharing.MESSAGE_BYTES = limit
+        module = nn.Sequential(*[nn.Linear(10, 10) for _ in range(6)], nn.Linear(100, 10))
+        module.register_buffer("count", torch.tensor(rank))
+        module.half_weight = nn.Parameter(torch.full((3,), float(rank), dtype=torch.float16))
+        with torch.no_grad():
+            for param in module.parameters():
+                param.fill_(rank)
+        with count_bytes() as ledger:
+            share_tensors([*module.parameters(), *module.buffers()], 1)
+        return numbers(module.parameters()), module.count.item(), ledger.messages[1, 0]
+
+    # 440 bytes per layer, then 4,000 and 40 of the last one; then float16; then int64
+    for limit, messages in ((2**20, 3), (900, 3 + 2 + 2), (1, 14 + 2)):
+        first, second = launch(share, 2, limit, timeout=LIMIT)
+        assert first[:2] == second[:2] == ({1.0}, 1)
+        assert second[2] == messages
