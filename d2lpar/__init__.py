@@ -6,6 +6,7 @@ The notebooks of this repository build what stands here; each file is one concep
 from . import ranks
 from .batch_norm import SyncBatchNorm
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from .chunks import ChunkedLoss
 from .collectives import (
     all_gather,
     allreduce,
@@ -22,7 +23,7 @@ from .distributed_pipeline import DistributedPipeline
 from .launcher import RankError, launch
 from .mixed_precision import GradScaler, autocast, initialize
 from .network import init_params, lenet, loss, sgd
-from .parallel_loss import ChunkedLoss, DataParallelCriterion
+from .parallel_loss import DataParallelCriterion
 from .partition import cut
 from .pipeline import Pipeline, SplitModel
 from .pipeline_schedules import Action, gpipe, one_f_one_b, sequential

@@ -212,14 +212,18 @@ def _modes(device: torch.device) -> list:
     for kind in sorted({"cpu", device.type}):
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             modes.append(torch.autocast(kind))  # with the dtype that is set now
-    own = _get_current_function_mode_stack()  # private; of these modes, our autocast is one
-    modes += [mode.for_thread() for mode in own if hasattr(mode, "for_thread")]
+    modes += [mode.for_thread() for mode in own_modes()]
     if device.type == "cuda":
         modes += [
             torch.cuda.device(device),
             torch.cuda.stream(torch.cuda.current_stream(device)),
         ]
     return modes
+
+
+def own_modes() -> list:
+    """Return the modes of ours that are on, such as ``autocast``: torch does not carry them on."""
+    return [mode for mode in _get_current_function_mode_stack() if hasattr(mode, "for_thread")]
 
 
 def _device_of(module: Callable, *args: Any) -> torch.device:

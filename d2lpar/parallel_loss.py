@@ -1,23 +1,18 @@
 """The loss that need not sit on one device: computed in parts, and put together as if in one.
 
-``DataParallelCriterion`` takes outputs that lie on several devices; ``ChunkedLoss`` never has all
-logits of a large vocabulary, anywhere. Both meet one question: the mean of the parts' means is not
-the mean of the whole, unless all parts count the same. So each part is weighted by the number that
-its own mean was divided by. Notebook 04 builds this file. Sources: H. Zhang's PyTorch-Encoding
-(``DataParallelCriterion``, which takes the mean of means), and ``MultiGPULossCompute`` of A. Rush's
-"The Annotated Transformer" (2018).
+``DataParallelCriterion`` takes outputs that lie on several devices. The mean of the parts' means is
+not the mean of the whole, unless all parts count the same. So each part is weighted by the number
+that its own mean was divided by; ``chunks`` does so, too. Notebook 04 builds this file. Source: H.
+Zhang's PyTorch-Encoding (``DataParallelCriterion``, which takes the mean of means).
 """
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import partial
 from math import nan
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from .collectives import is_low_precision
 from .data_parallel import parallel_apply, replicate
@@ -106,107 +101,6 @@ class DataParallelCriterion(nn.Module):
         return put_together(self.criterion, losses, weights, positions, devices[0], self.dim)
 
 
-class ChunkedLoss(nn.Module):
-    """``criterion(generator(hidden), target)`` in chunks, so that the full logits never exist.
-
-    The positions are dealt out to the devices, and on each of them go through the generator and the
-    criterion ``chunk_size`` at a time. A chunk's logits are forgotten once its loss is there; the
-    backward pass computes them again, a chunk at a time and with the same random numbers. The price
-    is the generator's forward pass once more.
-
-    Args:
-        generator: maps hidden states (n, d) to logits (n, classes), each position by itself.
-        criterion: called with (logits, target), both with a row for each position.
-        devices: where the chunks are computed; the generator is on ``devices[0]``.
-        chunk_size: positions whose logits exist at the same time on one device.
-        count: see ``DataParallelCriterion``.
-
-    Raises:
-        ValueError: see ``DataParallelCriterion``; ``chunk_size`` is not a positive int; from a
-            call, ``hidden`` and ``target`` differ in positions.
-    """
-
-    def __init__(
-        self,
-        generator: nn.Module,
-        criterion: Callable,
-        devices: Sequence[torch.device],
-        chunk_size: int,
-        count: Count | None = None,
-    ):
-        super().__init__()
-        if not isinstance(chunk_size, int) or chunk_size < 1:
-            raise ValueError(f"chunk_size must be a positive int, not {chunk_size!r}")
-        self.generator, self.criterion, self.count = generator, criterion, count
-        self.devices, self.chunk_size = check_devices(devices), chunk_size
-        find_count(criterion, count)
-
-    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss; ``hidden`` is (…, d), ``target`` (…), or with classes (…, classes)."""
-        places = hidden.shape[:-1]
-        if not hidden.dim() or target.shape[: len(places)] != places:
-            raise ValueError(
-                f"hidden has shape {list(hidden.shape)}, and target {list(target.shape)}; they "
-                "should be [..., d] and [...], or [..., classes], with the same positions"
-            )
-        hidden = hidden.reshape(-1, hidden.shape[-1])  # (positions, d)
-        target = target.reshape(-1, *target.shape[len(places) :])
-        devices = self.devices[: max(1, len(hidden))]
-        chunks = self._chunks(hidden, target, devices)
-        targets = [(chunk.target,) for chunk in chunks]
-        criterion, weights = shares(self.criterion, self.count, targets)
-        generators = [_with_wide_sums(part) for part in replicas(self.generator, devices)]
-        criteria = replicas(criterion, devices)
-        losses = {}
-        for i in sorted(weights, key=lambda i: chunks[i].number):  # all devices take turns
-            chunk = chunks[i]
-            call = partial(_loss_of_chunk, generators[chunk.position], criteria[chunk.position])
-            losses[i] = checkpoint(call, chunk.hidden, chunk.target, use_reentrant=False)
-        positions = {i: chunks[i].position for i in weights}
-        loss = put_together(self.criterion, losses, weights, positions, devices[0])
-        return loss.reshape(places + loss.shape[1:]) if loss.dim() else loss
-
-    def _chunks(self, hidden, target, devices) -> list["Chunk"]:
-        shards = (
-            scatter(hidden, devices, 0, "hidden states"),
-            scatter(target, devices, 0, "targets"),
-        )
-        return [
-            Chunk(number, position, *parts)
-            for position, shard in enumerate(zip(*shards, strict=True))
-            for number, parts in enumerate(
-                zip(*[part.split(self.chunk_size) for part in shard], strict=True)
-            )
-        ]
-
-
-class Chunk(NamedTuple):
-    """Some of the positions of a batch, on the device that works on them."""
-
-    number: int  # among those of its device
-    position: int  # of the device
-    hidden: torch.Tensor  # (n, d)
-    target: torch.Tensor  # (n,) or (n, classes)
-
-
-def _loss_of_chunk(generator, criterion, hidden: torch.Tensor, target: torch.Tensor):
-    return criterion(generator(hidden), target)
-
-
-def _with_wide_sums(generator: nn.Module) -> Callable:
-    """Return the generator, called so that gradients of 16-bit weights add up as float32.
-
-    Autograd adds up a tensor's gradients in the tensor's dtype, and would round after every chunk.
-    """
-    narrow = {n: p for n, p in generator.named_parameters() if is_low_precision(p.dtype)}
-    if not narrow:
-        return generator
-    wide = {name: param.float() for name, param in narrow.items()}
-    return lambda hidden: functional_call(
-        generator, {name: wide[name].to(narrow[name].dtype) for name in narrow}, hidden
-    )
-
-
 def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
     """Return the function that counts a target for the mean; None where there is no mean to take.
 
@@ -267,10 +161,19 @@ def put_together(
         return torch.cat(there, dim)
     total, dtype = 0, there[0].dtype
     for loss, weight in zip(there, weights.values(), strict=True):
-        if loss.dim():
-            raise ValueError(f"the loss of a part has shape {list(loss.shape)}, and is no number")
-        total = total + (loss.float() if is_low_precision(dtype) else loss) * weight
+        total = total + wide_number(loss) * weight
     return total.to(dtype)
+
+
+def wide_number(loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a part as it is added: of 16 bits as float32.
+
+    Raises:
+        ValueError: it is no single number.
+    """
+    if loss.dim():
+        raise ValueError(f"the loss of a part has shape {list(loss.shape)}, and is no number")
+    return loss.float() if is_low_precision(loss.dtype) else loss
 
 
 def summed_weights(criterion: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor) -> float:

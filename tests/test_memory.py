@@ -201,25 +201,26 @@ class Counting(nn.Linear):
         return super().forward(X)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 4, 7, 100])
-def test_a_generator_never_sees_more_than_a_chunk_neither_forward_nor_backward(k, size):
+def test_a_generator_never_sees_more_than_a_chunk_neither_forward_nor_backward(k, size, recompute):
     generator, hidden = Counting(3, 5), torch.randn(2, 10, 3, requires_grad=True)
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU] * k, size)
+    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU] * k, size, recompute=recompute)
     total = loss(hidden, torch.randint(5, (2, 10)))
     shards = [20 // k + (i < 20 % k) for i in range(k)]
     chunks = [min(size, n - begin) for n in shards for begin in range(0, n, size)]
     assert sorted(generator.rows) == sorted(chunks)
     total.backward()
-    assert sorted(generator.rows) == sorted(2 * chunks)
+    assert sorted(generator.rows) == sorted((1 + recompute) * chunks)
 
 
-def peak_of_step(size, k=1, n=512, d=8, classes=2000):
+def peak_of_step(size, k=1, n=512, d=8, classes=2000, recompute=False):
     torch.manual_seed(0)
     generator, target = nn.Linear(d, classes), torch.randint(classes, (n,))
     hidden = torch.randn(n, d, requires_grad=True)
     whole = nn.CrossEntropyLoss()
-    chunked = ChunkedLoss(generator, whole, [CPU] * k, size or 1)
+    chunked = ChunkedLoss(generator, whole, [CPU] * k, size or 1, recompute=recompute)
 
     def step():
         (chunked(hidden, target) if size else whole(generator(hidden), target)).backward()
@@ -227,8 +228,10 @@ def peak_of_step(size, k=1, n=512, d=8, classes=2000):
     return peak_memory(step, CPU)
 
 
-def test_memory_shrinks_with_the_chunks():
-    whole, one, two, eight = map(peak_of_step, (None, 512, 256, 64))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_shrinks_with_the_chunks(recompute):
+    peak = partial(peak_of_step, recompute=recompute)
+    whole, one, two, eight = map(peak, (None, 512, 256, 64))
     assert whole > 2 * 512 * 2000 * 4  # logits, and what backward keeps of them
     assert one == pytest.approx(whole, rel=0.1)
     assert two == pytest.approx(whole / 2, rel=0.15)
@@ -296,7 +299,8 @@ def test_the_hidden_states_need_no_gradient_and_the_generator_neither():
     assert hidden.grad.abs().min() > 0
 
 
-def test_chunks_under_autocast_are_computed_in_16_bits_in_both_passes():
+@pytest.mark.parametrize("recompute", [False, True])
+def test_chunks_under_autocast_are_computed_in_16_bits_in_both_passes(recompute):
     seen = []
 
     def criterion(logits, target):
@@ -305,11 +309,11 @@ def test_chunks_under_autocast_are_computed_in_16_bits_in_both_passes():
 
     generator, hidden = nn.Linear(8, 50), torch.randn(40, 8, requires_grad=True)
     target = torch.randint(50, (40,))
-    loss = ChunkedLoss(generator, criterion, [CPU] * 2, 7, count=len)
+    loss = ChunkedLoss(generator, criterion, [CPU] * 2, 7, count=len, recompute=recompute)
     with torch.autocast("cpu", torch.bfloat16):
         total = loss(hidden, target)
     total.backward()
-    assert set(seen) == {torch.bfloat16} and len(seen) == 2 * 6
+    assert set(seen) == {torch.bfloat16} and len(seen) == (1 + recompute) * 6
     expected = F.cross_entropy(generator(hidden), target)
     torch.testing.assert_close(total, expected, rtol=0.02, atol=0)
     [grad] = torch.autograd.grad(expected, hidden)

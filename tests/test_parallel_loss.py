@@ -247,10 +247,12 @@ def test_a_criterion_is_replicated():
     assert ledger.kinds["buffers"] == {(0, 1): W.nbytes, (0, 2): W.nbytes}
 
 
-def test_the_ledger_counts_what_chunks_need():
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_ledger_counts_what_chunks_need(recompute):
     generator, hidden = nn.Linear(4, 5).double(), randn(5, 4).requires_grad_()
     with count_bytes() as ledger:
-        ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU] * 2, 2)(hidden, labels(5)).backward()
+        loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU] * 2, 2, recompute=recompute)
+        loss(hidden, labels(5)).backward()
     assert ledger.kinds == {
         "hidden states": {(0, 1): 2 * 4 * 8},  # two of the five positions
         "targets": {(0, 1): 2 * 8},
@@ -262,7 +264,8 @@ def test_the_ledger_counts_what_chunks_need():
     }
 
 
-def test_losses_of_16_bits_are_added_as_float32():
+@pytest.mark.parametrize("recompute", [False, True])
+def test_losses_of_16_bits_are_added_as_float32(recompute):
     torch.manual_seed(0)
     generator, target = nn.Linear(16, 50).bfloat16(), torch.randint(50, (2048,))
     hidden, whole, exact = torch.randn(2048, 16).bfloat16(), nn.Linear(16, 50), {}
@@ -270,7 +273,8 @@ def test_losses_of_16_bits_are_added_as_float32():
     for reduction in ("mean", "sum"):
         criterion = nn.CrossEntropyLoss(reduction=reduction)
         expected = criterion(whole(hidden.float()), target)
-        loss = ChunkedLoss(generator, criterion, [CPU] * 2, 2)(hidden, target)
+        in_chunks = ChunkedLoss(generator, criterion, [CPU] * 2, 2, recompute=recompute)
+        loss = in_chunks(hidden, target)
         assert loss.dtype == torch.bfloat16
         close(loss.float(), expected, rtol=0.01)
         for model, end in ((whole, expected), (generator, loss)):
@@ -279,8 +283,9 @@ def test_losses_of_16_bits_are_added_as_float32():
         assert exact[generator].dtype == torch.bfloat16 and error < 0.01
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("devices", [1, 3])
-def test_a_generator_may_have_tied_weights_of_16_bits(devices):
+def test_a_generator_may_have_tied_weights_of_16_bits(devices, recompute):
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -293,7 +298,8 @@ def test_a_generator_may_have_tied_weights_of_16_bits(devices):
     torch.manual_seed(0)
     generator, hidden, target = Tied().bfloat16(), randn(6, 4).bfloat16(), labels(6) % 4
     criterion = nn.CrossEntropyLoss()
-    loss = ChunkedLoss(generator, criterion, [CPU] * devices, 2)(hidden, target)
+    in_chunks = ChunkedLoss(generator, criterion, [CPU] * devices, 2, recompute=recompute)
+    loss = in_chunks(hidden, target)
     gradients = torch.autograd.grad(loss, list(generator.parameters()))
     expected = torch.autograd.grad(
         criterion(generator(hidden), target), list(generator.parameters())
@@ -378,18 +384,21 @@ def test_training_the_balanced_form_is_training_one_device(rows, k):
 # In chunks
 
 
-def require_same_in_chunks(criterion, hidden, target, k, size, generator=None, **kwargs):
+def require_same_in_chunks(criterion, hidden, target, k, size):
     torch.manual_seed(0)
-    generator = generator or nn.Linear(hidden.shape[-1], 5).double()
+    generator = nn.Linear(hidden.shape[-1], 5).double()
     tensors = [hidden.requires_grad_(), *generator.parameters()]
     logits, places = generator(hidden), hidden.shape[:-1]
     expected = criterion(
         logits.reshape(-1, logits.shape[-1]), target.reshape(-1, *target.shape[len(places) :])
     )
     expected = expected.reshape(places + expected.shape[1:]) if expected.dim() else expected
-    loss = ChunkedLoss(generator, criterion, [CPU] * k, size, **kwargs)(hidden, target)
-    close(loss, expected)
-    close(grad_of(loss, *tensors), grad_of(expected, *tensors))
+    expected_grads = grad_of(expected, *tensors)
+    for recompute in (False, True):
+        in_chunks = ChunkedLoss(generator, criterion, [CPU] * k, size, recompute=recompute)
+        loss = in_chunks(hidden, target)
+        close(loss, expected)
+        close(grad_of(loss, *tensors), expected_grads)
 
 
 CHUNKED = [name for name in cases(1) if re.match("Cross|NLLLoss$|MSE", name)]

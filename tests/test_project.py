@@ -47,6 +47,7 @@ ORDER = (
     "scattering",
     "data_parallel",
     "parallel_loss",
+    "chunks",
     "sampler",
     "buckets",
     "sender",

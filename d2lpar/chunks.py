@@ -1,0 +1,242 @@
+"""A loss over a large vocabulary, a chunk of positions at a time: all logits never exist at once.
+
+The gradients of a chunk are computed as soon as its loss is there, and its logits are then
+forgotten. Notebook 04 uses this file. Sources: ``MultiGPULossCompute`` of A. Rush's "The Annotated
+Transformer" (2018), which does so too, and torch's ``linear_cross_entropy``.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from .collectives import is_low_precision
+from .data_parallel import own_modes
+from .devices import check_devices
+from .parallel_loss import Count, find_count, put_together, replicas, shares, wide_number
+from .scattering import scatter
+
+
+class ChunkedLoss(nn.Module):
+    """``criterion(generator(hidden), target)`` in chunks, so that the full logits never exist.
+
+    The positions are dealt out to the devices, and on each of them go through the generator and the
+    criterion ``chunk_size`` at a time. A chunk's gradients are computed at once, and its logits are
+    forgotten; ``backward`` only multiplies the gradients, and nothing is computed twice.
+
+    With ``recompute`` the logits of a chunk are computed once more in ``backward``, with the same
+    random numbers. That takes longer, and a little less memory; only so are there second
+    derivatives, and gradients of what the criterion takes from a graph outside. It is also done
+    where the gradients cannot wait: for float16, which a ``GradScaler`` scales in ``backward``; for
+    ``reduction="none"``; for a target that requires gradients, and for parameters with hooks.
+
+    Args:
+        generator: maps hidden states (n, d) to logits (n, classes), each position by itself.
+        criterion: called with (logits, target), both with a row for each position.
+        devices: where the chunks are computed; the generator is on ``devices[0]``.
+        chunk_size: positions whose logits exist at the same time on one device.
+        count: see ``DataParallelCriterion``.
+        recompute: whether to compute gradients in ``backward``, and logits twice.
+
+    Raises:
+        ValueError: see ``DataParallelCriterion``; ``chunk_size`` is not a positive int; from a
+            call, ``hidden`` and ``target`` differ in positions.
+        RuntimeError: from a call or from ``backward``, where only ``recompute=True`` does.
+    """
+
+    def __init__(
+        self,
+        generator: nn.Module,
+        criterion: Callable,
+        devices: Sequence[torch.device],
+        chunk_size: int,
+        count: Count | None = None,
+        *,
+        recompute: bool = False,
+    ):
+        super().__init__()
+        if not isinstance(chunk_size, int) or chunk_size < 1:
+            raise ValueError(f"chunk_size must be a positive int, not {chunk_size!r}")
+        self.generator, self.criterion, self.count = generator, criterion, count
+        self.devices, self.chunk_size = check_devices(devices), chunk_size
+        self.recompute = recompute
+        find_count(criterion, count)
+
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the loss; ``hidden`` is (…, d), ``target`` (…), or with classes (…, classes)."""
+        places = hidden.shape[:-1]
+        if not hidden.dim() or target.shape[: len(places)] != places:
+            raise ValueError(
+                f"hidden has shape {list(hidden.shape)}, and target {list(target.shape)}; they "
+                "should be [..., d] and [...], or [..., classes], with the same positions"
+            )
+        hidden = hidden.reshape(-1, hidden.shape[-1])  # (positions, d)
+        target = target.reshape(-1, *target.shape[len(places) :])
+        devices = self.devices[: max(1, len(hidden))]
+        shards = scatter(hidden, devices, 0, "hidden states")
+        chunks = self._chunks(shards, scatter(target, devices, 0, "targets"))
+        criterion, weights = shares(self.criterion, self.count, [(c.target,) for c in chunks])
+        generators, criteria = replicas(self.generator, devices), replicas(criterion, devices)
+        turns = sorted(weights, key=lambda i: chunks[i].number)  # all devices take turns
+        if self._must_recompute(hidden, target):
+            generators = [_with_wide_sums(generator) for generator in generators]
+            losses = {i: _computed_twice(generators, criteria, chunks[i]) for i in turns}
+            positions = {i: chunks[i].position for i in weights}
+            loss = put_together(self.criterion, losses, weights, positions, devices[0])
+            return loss.reshape(places + loss.shape[1:]) if loss.dim() else loss
+        sums = {}
+        for i in turns:
+            position = chunks[i].position
+            if position not in sums:
+                calls = generators[position], criteria[position]
+                sums[position] = _Sums(*calls, shards[position], self.chunk_size)
+            sums[position].add(chunks[i], weights[i])
+        losses = {position: sums[position].loss() for position in sorted(sums)}
+        once = dict.fromkeys(losses, 1.0)
+        loss = put_together(self.criterion, losses, once, {i: i for i in losses}, devices[0])
+        return loss.to(sums[min(sums)].dtype)
+
+    def _chunks(self, hidden: list[torch.Tensor], target: list[torch.Tensor]) -> list["Chunk"]:
+        return [
+            Chunk(number, position, *parts)
+            for position, shard in enumerate(zip(hidden, target, strict=True))
+            for number, parts in enumerate(
+                zip(*[part.split(self.chunk_size) for part in shard], strict=True)
+            )
+        ]
+
+    def _must_recompute(self, hidden: torch.Tensor, target: torch.Tensor) -> bool:
+        if self.recompute or getattr(self.criterion, "reduction", None) == "none":
+            return True
+        params = [*self.parameters()]
+        one = torch.ones(1, 1, device=hidden.device)
+        dtypes = torch.mm(one, one).dtype, hidden.dtype, *(param.dtype for param in params)
+        hooked = any(param._backward_hooks for param in params)  # they would be called twice
+        return torch.float16 in dtypes or hooked or target.requires_grad
+
+
+class Chunk(NamedTuple):
+    """Some of the positions of a batch, on the device that works on them."""
+
+    number: int  # among those of its device
+    position: int  # of the device
+    hidden: torch.Tensor  # (n, d)
+    target: torch.Tensor  # (n,) or (n, classes)
+
+
+class _Sums:
+    """What the chunks of one device add up to: their loss, and the gradients of it."""
+
+    def __init__(self, generator: nn.Module, criterion: Callable, hidden, chunk_size: int):
+        self.generator, self.criterion, self.hidden = generator, criterion, hidden
+        # Where the graph of a chunk ends, beside leaves: at the parameters of replicas.
+        parts = [part for part in (generator, criterion) if isinstance(part, nn.Module)]
+        params = [param for part in parts for param in part.parameters() if param.grad_fn]
+        self.ends = {(param.grad_fn, param.output_nr): param for param in params}
+        self.total, self.dtype = 0, None
+        self.grads = {}  # of each tensor that the loss depends on: the hidden states come first
+        if hidden.requires_grad:
+            self.grads[hidden] = torch.zeros_like(hidden)
+            self.grads_of_chunks = self.grads[hidden].split(chunk_size)
+
+    def add(self, chunk: Chunk, weight: float) -> None:
+        """Compute the loss and the gradients of one more chunk, and forget all else."""
+        hidden = chunk.hidden.detach().requires_grad_(chunk.hidden.requires_grad)
+        loss = self.criterion(self.generator(hidden), chunk.target)
+        self.total, self.dtype = self.total + wide_number(loss.detach()) * weight, loss.dtype
+        if not loss.requires_grad:
+            return
+        tensors = _dependencies(loss, self.ends)
+        for tensor, grad in zip(tensors, _gradients(loss, tensors, weight), strict=True):
+            if tensor is hidden:
+                self.grads_of_chunks[chunk.number].copy_(grad)
+            elif tensor in self.grads:
+                self.grads[tensor].add_(grad)
+            else:
+                self.grads[tensor] = grad.float() if is_low_precision(grad.dtype) else grad
+
+    def loss(self) -> torch.Tensor:
+        """Return the weighted sum of the losses, which knows its gradients."""
+        return _Known.apply(self.total, list(self.grads.values()), *self.grads)
+
+
+class _Known(torch.autograd.Function):
+    """A loss whose gradients are known: backward only multiplies them."""
+
+    @staticmethod
+    def forward(ctx, loss, grads, *tensors):
+        ctx.save_for_backward(*grads)
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad_of_loss):
+        if torch.is_grad_enabled():
+            raise RuntimeError("ChunkedLoss has second derivatives only with recompute=True")
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, None, *[(grad * grad_of_loss).to(dtype) for grad, dtype in pairs]
+
+
+def _dependencies(loss: torch.Tensor, ends: dict) -> list[torch.Tensor]:
+    """Return the tensors at which the graph of ``loss`` ends: leaves, and those of ``ends``."""
+    nodes, found = [loss.grad_fn], {}
+    seen = set(nodes)
+    while nodes:
+        for edge in nodes.pop().next_functions:
+            node = edge[0]
+            if edge in ends:
+                found[edge] = ends[edge]
+            elif hasattr(node, "variable"):
+                found[edge] = node.variable
+            elif node is not None and node not in seen:
+                seen.add(node)
+                nodes.append(node)
+    return list(found.values())
+
+
+def _gradients(loss: torch.Tensor, tensors: list[torch.Tensor], weight: float):
+    """Return the gradients of ``weight`` times ``loss``; outside autocast, as in ``backward``."""
+    try:
+        with torch.autocast(loss.device.type, enabled=False):
+            return torch.autograd.grad(loss, tensors, torch.full_like(loss, weight))
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        raise RuntimeError(
+            "the loss of a chunk depends on a tensor that was computed outside, from what requires "
+            "gradients: compute it in the generator or in the criterion, or pass recompute=True"
+        ) from error
+
+
+def _computed_twice(generators: list, criteria: list, chunk: Chunk) -> torch.Tensor:
+    """Return the loss of a chunk, of which autograd keeps nothing but what goes in."""
+    call = partial(
+        _loss_of_chunk, generators[chunk.position], criteria[chunk.position], own_modes()
+    )
+    return checkpoint(call, chunk.hidden, chunk.target, use_reentrant=False)
+
+
+def _loss_of_chunk(generator, criterion, modes: list, hidden: torch.Tensor, target: torch.Tensor):
+    with ExitStack() as stack:
+        for mode in modes:  # which are no longer on when the chunk is computed again
+            stack.enter_context(mode.for_thread())
+        return criterion(generator(hidden), target)
+
+
+def _with_wide_sums(generator: nn.Module) -> Callable:
+    """Return the generator, called so that gradients of 16-bit weights add up as float32.
+
+    Autograd adds up a tensor's gradients in the tensor's dtype, and would round after every chunk.
+    """
+    narrow = {n: p for n, p in generator.named_parameters() if is_low_precision(p.dtype)}
+    if not narrow:
+        return generator
+    wide = {name: param.float() for name, param in narrow.items()}
+    return lambda hidden: functional_call(
+        generator, {name: wide[name].to(narrow[name].dtype) for name in narrow}, hidden
+    )
