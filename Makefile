@@ -12,6 +12,12 @@ export PIP_USER := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/$(VENV)/matplotlib
 
+# A step frees its tensors, and the next one makes them again. Unless it is told otherwise, glibc
+# gives their memory back in between, which costs as much as some of the computing (notebook 02).
+# The library itself leaves its process's allocator alone.
+notebooks refresh lab bench: export MALLOC_MMAP_THRESHOLD_ := 33554432
+notebooks refresh lab bench: export MALLOC_TRIM_THRESHOLD_ := 1073741824
+
 .PHONY: help notebooks refresh lab test test-everywhere lint format saved-cells bench clean
 .NOTPARALLEL:
 
@@ -48,8 +54,8 @@ format: $(INSTALLED)  ## let ruff format code and notebooks, and fix what it can
 saved-cells: $(INSTALLED)  ## rewrite the notebooks' "@save" cells from the module
 	@$(PY) tools/saved_cells.py
 
-bench: $(INSTALLED)  ## measure ours against torch's, and print the ratios
-	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) $$script; done
+bench: $(INSTALLED)  ## measure ours against torch's: ratios and goals (ONLY="ranks ddp" runs those)
+	@$(PY) tools/bench.py $(ONLY)
 
 clean:  ## remove what was built (.venv and work/ stay)
 	@rm -rf build .pytest_cache .ruff_cache .hypothesis

@@ -3,7 +3,15 @@
 from functools import partial
 
 import torch
-from timing import copy_bandwidth, print_ratios, quartiles, time_in_turn
+from timing import (
+    AGAIN,
+    copy_bandwidth,
+    print_goal,
+    print_machine,
+    print_ratios,
+    quartiles,
+    time_in_turn,
+)
 
 from d2lpar import naive_allreduce, ring_allreduce
 
@@ -11,13 +19,14 @@ K, NBYTES = 4, 32_000_000
 
 
 def main():
+    print_machine()
     # Each has tensors of its own: on shared ones, each would find in the caches what the one before
     # has left there.
     contenders = {
         name: partial(function, [torch.rand(NBYTES // 4) for _ in range(K)])
         for name, function in (
             ("naive_allreduce", naive_allreduce),
-            ("the same again", naive_allreduce),
+            (AGAIN, naive_allreduce),
             ("ring_allreduce", ring_allreduce),
         )
     }
@@ -28,11 +37,9 @@ def main():
     moved = (K - 1) * NBYTES * (3 + 2)  # an addition reads two and writes one, a copy one and one
     bandwidth = copy_bandwidth(NBYTES)
     ratios = quartiles([t * bandwidth / moved for t in seconds["naive_allreduce"]])
-    print(
-        f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, read and written; the naive one moves", end=""
-    )
-    print(f" {moved / 1e6:.0f} MB in {ratios[1]:.2f} times as long ({ratios[0]:.2f} to", end="")
-    print(f" {ratios[2]:.2f})  goal <= 1.3")
+    print(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, read and written", end="")
+    print(f"; naive_allreduce moves {moved / 1e6:.0f} MB")
+    print_goal("naive_allreduce : a copy of as many bytes", ratios, 1.3)
 
 
 if __name__ == "__main__":

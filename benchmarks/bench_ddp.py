@@ -1,14 +1,18 @@
-"""DistributedDataParallel: the time of a step with ours, over lanes, against torch's over gloo."""
+"""DistributedDataParallel: ours, over lanes or messages, against torch's over gloo.
+
+A step; overlap, over a link that is slowed on purpose; and ``join``, with ranks of which each has
+two more batches than the one before.
+"""
 
 from functools import partial
 from statistics import median
 
-from timing import quartiles
+from timing import print_goal, print_machine, ratio
 
 from d2lpar import launch
-from d2lpar.devices import hardware
 
 GOALS = {"25 million parameters": 0.9, "60 small layers": 1.0, "LeNet": 1.08}
+JOIN_GOALS = {"lanes": 1.1, "messages": 1.3}
 LINK = 1e9  # bytes a second of the link that is slowed on purpose
 
 
@@ -35,7 +39,6 @@ def measure(rank: int, world_size: int, name: str, rounds: int) -> dict:
     from concurrent.futures import ThreadPoolExecutor
 
     import torch
-    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     import d2lpar
@@ -59,42 +62,91 @@ def measure(rank: int, world_size: int, name: str, rounds: int) -> dict:
     slow_naive.register_comm_hook(ThreadPoolExecutor(1), over_slow_link)
     models = {
         "torch": DistributedDataParallel(make()),
+        "torch again": DistributedDataParallel(make()),
         "ours": d2lpar.DistributedDataParallel(make()),
         "slow link, one bucket": slow_naive,
         "slow link, overlapped": slow,
     }
-    seconds = {name: [] for name in models}
     optimizers = {n: torch.optim.SGD(m.parameters(), lr=1e-4) for n, m in models.items()}
+
+    def step(contender):
+        optimizers[contender].zero_grad()
+        models[contender](X).square().mean().backward()
+        optimizers[contender].step()
+
+    return slowest_rank({name: partial(step, name) for name in models}, rounds)
+
+
+def measure_join(rank: int, world_size: int, way: str, rounds: int) -> dict:
+    """Return the seconds of a loop inside join, and of leaving it: of torch's and of ours."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import d2lpar
+
+    make, X = networks()["60 small layers"]
+    group = dist.new_group()
+    if way == "messages":
+        d2lpar.ranks.use_messages(group)
+    models = {
+        "torch": DistributedDataParallel(make()),
+        "torch again": DistributedDataParallel(make()),
+        "ours": d2lpar.DistributedDataParallel(make(), process_group=group),
+    }
+
+    def loop(model):
+        with model.join():
+            for _ in range(4 + 2 * rank):
+                model(X).square().mean().backward()
+
+    return slowest_rank({name: partial(loop, model) for name, model in models.items()}, rounds)
+
+
+def slowest_rank(contenders: dict, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each round, those of the slowest rank: what a rank calls."""
+    import random
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    import d2lpar
+
+    seconds = {name: [] for name in contenders}
+    order = random.Random(0)  # the same on all ranks
     for i in range(rounds + 3):
-        for contender, model in models.items():
+        for name in order.sample(list(contenders), len(contenders)):
             dist.barrier()
             d2lpar.ranks.barrier()
             begin = time.perf_counter()
-            optimizers[contender].zero_grad()
-            model(X).square().mean().backward()
-            optimizers[contender].step()
+            contenders[name]()
             if i >= 3:
-                seconds[contender].append(time.perf_counter() - begin)
+                seconds[name].append(time.perf_counter() - begin)
     times = torch.tensor([list(seconds.values())], dtype=torch.float64)
     slowest = d2lpar.ranks.all_gather(times).amax(dim=0)
     return dict(zip(seconds, slowest.tolist(), strict=True))
 
 
 def main():
-    print(hardware())
+    print_machine()
     for k in (2, 4):
         for name, goal in GOALS.items():
             seconds = launch(measure, k, name, 15 if name.startswith("25") else 60, timeout=400)[0]
-            print(f"\n{name}, {k} ranks")
-            for contender, times in seconds.items():
-                print(f"  {contender:22} {1e3 * median(times):8.2f} ms")
-            for a, b, words in (
-                ("ours", "torch", f"goal <= {goal}"),
-                ("slow link, overlapped", "slow link, one bucket", "below 1: overlap gains"),
-            ):
-                pairs = zip(seconds[a], seconds[b], strict=True)
-                low, middle, high = quartiles([x / y for x, y in pairs])
-                print(f"  {a} : {b} = {middle:.2f} ({low:.2f} to {high:.2f})  {words}")
+            print_seconds(f"A step, {name}, {k} ranks", seconds, goal)
+            gain = ratio(seconds["slow link, overlapped"], seconds["slow link, one bucket"])
+            print(f"  overlapped : one bucket = {gain[1]:.2f} ({gain[0]:.2f} to {gain[2]:.2f})")
+        for way, goal in JOIN_GOALS.items():
+            seconds = launch(measure_join, k, way, 20, timeout=400)[0]
+            print_seconds(f"A loop in join over {way}, 60 small layers, {k} ranks", seconds, goal)
+
+
+def print_seconds(title: str, seconds: dict, goal: float) -> None:
+    """Print medians, and whether ours to torch's reaches its goal."""
+    print(f"\n{title}")
+    for contender, times in seconds.items():
+        print(f"  {contender:22} {1e3 * median(times):8.2f} ms")
+    again = ratio(seconds["torch again"], seconds["torch"])[1]
+    print_goal(f"{title}: ours : torch", ratio(seconds["ours"], seconds["torch"]), goal, again)
 
 
 if __name__ == "__main__":

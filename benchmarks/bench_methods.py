@@ -4,10 +4,9 @@ What is counted comes first, since it is the same on every machine. Then the tim
 in turn; then eight GPUs, predicted from one and beside what NVIDIA has published.
 """
 
-from timing import quartiles
+from timing import print_machine, quartiles
 
 from d2lpar import launch, methods
-from d2lpar.devices import hardware
 
 ROWS, STEPS, RANKS = 256, 10, 2
 CONTROLS = {("one device", "again"): "one device", ("each rank", "alone"): methods.EACH}
@@ -51,6 +50,7 @@ def _step(name, X, y, region):
 
 
 def main():
+    print_machine()
     results = launch(compare, RANKS, timeout=3600)
     counts, losses, seconds = zip(*results, strict=True)
     print(
@@ -61,7 +61,7 @@ def main():
         columns = zip(*[count[key] for count in counts if count[key]], strict=True)
         own = [loss[key] for loss in losses if loss[key] is not None]
         print(f"{_name(key):28}{_row(columns)}{sum(own) / len(own):9.4f}")
-    print(f"('loss': in step {STEPS}, 16 bits emulated)\n\n{hardware()}, 1 thread per rank")
+    print(f"('loss': in step {STEPS}, 16 bits emulated)\n\n1 thread per rank")
     table = methods.ratios(seconds[0], ("one device", "float32"))
     print(methods.unrest(*[table[key] for key in CONTROLS]) or "The machine is quiet.")
     print(f"{'':28}{'median':>11}  times as fast as one device (quartiles)")

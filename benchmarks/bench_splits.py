@@ -6,10 +6,9 @@ one process of the same run, which trains the whole network.
 
 from statistics import median
 
-from timing import quartiles
+from timing import print_machine, quartiles
 
 from d2lpar import launch
-from d2lpar.devices import hardware
 
 ROUNDS, WARM_UP, MICROBATCHES = 20, 3, 8
 
@@ -115,7 +114,7 @@ def main():
     from d2lpar.splits import SPLITS, cost_of, profile
 
     here = machine()
-    print(hardware())
+    print_machine()
     print(
         f"a core {here.flops / 1e9:.0f} GFLOP/s, a message {1e6 * here.alpha:.0f} µs and then "
         f"{1 / here.beta / 1e9:.1f} GB/s"

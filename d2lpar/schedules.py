@@ -192,11 +192,16 @@ def _check_move(m: Move, k: int) -> None:
         raise ValueError(f"{m} names no chunk: a number from 0, a range of them, or None")
 
 
-def sent_and_written(step: list[Move], n: int) -> set[tuple[int, int]]:
+def sent_and_written(step: list[Move], n: int) -> frozenset[tuple[int, int]]:
     """Return each (participant, chunk) that is sent and written in a step, of ``n`` chunks."""
+    return _sent_and_written(tuple(step), n)
+
+
+@lru_cache(maxsize=1024)  # the same steps come again with every tensor
+def _sent_and_written(step: tuple[Move, ...], n: int) -> frozenset[tuple[int, int]]:
     chunks = [chunks_of(m, n) for m in step]
     sent = {(m.src, c) for m, own in zip(step, chunks, strict=True) for c in own}
-    return sent & {(m.dst, c) for m, own in zip(step, chunks, strict=True) for c in own}
+    return frozenset(sent & {(m.dst, c) for m, own in zip(step, chunks, strict=True) for c in own})
 
 
 def exchanges(step: list[Move]) -> set[Move]:

@@ -6,6 +6,7 @@ What a test finds is given as a list of complaints, so that a failure shows all 
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -224,6 +225,24 @@ def test_the_workflow_may_only_read_and_ends():
 
 def test_ci_stops_at_the_first_command_that_fails():
     assert "set -euo pipefail" in read(".ci/run").splitlines()
+
+
+def environment_of(target):
+    """What the recipe of a target sees, without running it: every command is env's."""
+    command = ["make", "-s", "-o", ".venv/installed", target, "PY=env; true"]
+    outer = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC", "MAKE", "MFLAGS"))}
+    found = subprocess.run(command, cwd=ROOT, env=outer, capture_output=True, text=True, check=True)
+    return dict(line.split("=", 1) for line in found.stdout.splitlines() if "=" in line)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_what_runs_the_book_keeps_the_memory_of_tensors_and_what_tests_it_does_not():
+    for target in ("notebooks", "refresh", "lab", "bench"):
+        found = environment_of(target)
+        # 32 MiB: an older glibc forgets a larger threshold, and then hands all back
+        assert int(found["MALLOC_MMAP_THRESHOLD_"]) == 2**25
+        assert int(found["MALLOC_TRIM_THRESHOLD_"]) >= 2**29
+    assert "MALLOC_TRIM_THRESHOLD_" not in environment_of("test")
 
 
 def test_readme_shows_only_commands_that_exist():
