@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from .collectives import is_low_precision
 from .data_parallel import own_modes
 from .devices import check_devices
-from .parallel_loss import Count, find_count, put_together, replicas, shares, wide_number
+from .parallel_loss import Count, find_count, put_together, replicas, shares
 from .scattering import scatter
 
 
@@ -81,25 +81,33 @@ class ChunkedLoss(nn.Module):
         shards = scatter(hidden, devices, 0, "hidden states")
         chunks = self._chunks(shards, scatter(target, devices, 0, "targets"))
         criterion, weights = shares(self.criterion, self.count, [(c.target,) for c in chunks])
-        generators, criteria = replicas(self.generator, devices), replicas(criterion, devices)
-        turns = sorted(weights, key=lambda i: chunks[i].number)  # all devices take turns
+        both = replicas(self.generator, devices), replicas(criterion, devices)
+        calls = list(zip(*both, strict=True))
         if self._must_recompute(hidden, target):
-            generators = [_with_wide_sums(generator) for generator in generators]
-            losses = {i: _computed_twice(generators, criteria, chunks[i]) for i in turns}
-            positions = {i: chunks[i].position for i in weights}
-            loss = put_together(self.criterion, losses, weights, positions, devices[0])
-            return loss.reshape(places + loss.shape[1:]) if loss.dim() else loss
-        sums = {}
-        for i in turns:
-            position = chunks[i].position
-            if position not in sums:
-                calls = generators[position], criteria[position]
-                sums[position] = _Sums(*calls, shards[position], self.chunk_size)
-            sums[position].add(chunks[i], weights[i])
-        losses = {position: sums[position].loss() for position in sorted(sums)}
-        once = dict.fromkeys(losses, 1.0)
-        loss = put_together(self.criterion, losses, once, {i: i for i in losses}, devices[0])
-        return loss.to(sums[min(sums)].dtype)
+            loss = self._compute_twice(calls, chunks, weights)
+        else:
+            loss = self._compute_at_once(calls, shards, chunks, weights)
+        return loss.reshape(places + loss.shape[1:]) if loss.dim() else loss
+
+    def _compute_at_once(self, calls, shards, chunks, weights) -> torch.Tensor:
+        sums = [
+            _Sums(*call, shard, self.chunk_size) for call, shard in zip(calls, shards, strict=True)
+        ]
+        for i in _in_turns(chunks, weights):
+            sums[chunks[i].position].add(chunks[i], weights[i])
+        losses = {i: part.loss() for i, part in enumerate(sums) if part.dtype}  # of what counts
+        once, positions = dict.fromkeys(losses, 1.0), {i: i for i in losses}
+        loss = put_together(self.criterion, losses, once, positions, self.devices[0])
+        return loss.to(sums[min(losses)].dtype)
+
+    def _compute_twice(self, calls, chunks, weights) -> torch.Tensor:
+        wide = [(_with_wide_sums(generator), criterion) for generator, criterion in calls]
+        losses = {}
+        for i in _in_turns(chunks, weights):
+            call = partial(_loss_of_chunk, *wide[chunks[i].position], own_modes())
+            losses[i] = checkpoint(call, chunks[i].hidden, chunks[i].target, use_reentrant=False)
+        positions = {i: chunks[i].position for i in weights}
+        return put_together(self.criterion, losses, weights, positions, self.devices[0])
 
     def _chunks(self, hidden: list[torch.Tensor], target: list[torch.Tensor]) -> list["Chunk"]:
         return [
@@ -129,6 +137,11 @@ class Chunk(NamedTuple):
     target: torch.Tensor  # (n,) or (n, classes)
 
 
+def _in_turns(chunks: list[Chunk], weights: dict[int, float]) -> list[int]:
+    """Return the chunks that count, in an order in which all devices take turns."""
+    return sorted(weights, key=lambda i: chunks[i].number)
+
+
 class _Sums:
     """What the chunks of one device add up to: their loss, and the gradients of it."""
 
@@ -148,7 +161,9 @@ class _Sums:
         """Compute the loss and the gradients of one more chunk, and forget all else."""
         hidden = chunk.hidden.detach().requires_grad_(chunk.hidden.requires_grad)
         loss = self.criterion(self.generator(hidden), chunk.target)
-        self.total, self.dtype = self.total + wide_number(loss.detach()) * weight, loss.dtype
+        if loss.dim():
+            raise ValueError(f"the loss of a chunk has shape {list(loss.shape)}, and is no number")
+        self.total, self.dtype = self.total + _widened(loss.detach()) * weight, loss.dtype
         if not loss.requires_grad:
             return
         tensors = _dependencies(loss, self.ends)
@@ -158,7 +173,7 @@ class _Sums:
             elif tensor in self.grads:
                 self.grads[tensor].add_(grad)
             else:
-                self.grads[tensor] = grad.float() if is_low_precision(grad.dtype) else grad
+                self.grads[tensor] = _widened(grad).clone()  # it may be another tensor's, too
 
     def loss(self) -> torch.Tensor:
         """Return the weighted sum of the losses, which knows its gradients."""
@@ -213,12 +228,8 @@ def _gradients(loss: torch.Tensor, tensors: list[torch.Tensor], weight: float):
         ) from error
 
 
-def _computed_twice(generators: list, criteria: list, chunk: Chunk) -> torch.Tensor:
-    """Return the loss of a chunk, of which autograd keeps nothing but what goes in."""
-    call = partial(
-        _loss_of_chunk, generators[chunk.position], criteria[chunk.position], own_modes()
-    )
-    return checkpoint(call, chunk.hidden, chunk.target, use_reentrant=False)
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if is_low_precision(tensor.dtype) else tensor
 
 
 def _loss_of_chunk(generator, criterion, modes: list, hidden: torch.Tensor, target: torch.Tensor):

@@ -161,19 +161,10 @@ def put_together(
         return torch.cat(there, dim)
     total, dtype = 0, there[0].dtype
     for loss, weight in zip(there, weights.values(), strict=True):
-        total = total + wide_number(loss) * weight
+        if loss.dim():
+            raise ValueError(f"the loss of a part has shape {list(loss.shape)}, and is no number")
+        total = total + (loss.float() if is_low_precision(dtype) else loss) * weight
     return total.to(dtype)
-
-
-def wide_number(loss: torch.Tensor) -> torch.Tensor:
-    """Return the loss of a part as it is added: of 16 bits as float32.
-
-    Raises:
-        ValueError: it is no single number.
-    """
-    if loss.dim():
-        raise ValueError(f"the loss of a part has shape {list(loss.shape)}, and is no number")
-    return loss.float() if is_low_precision(loss.dtype) else loss
 
 
 def summed_weights(criterion: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor) -> float:

@@ -120,6 +120,28 @@ def test_a_parameter_may_be_used_by_some_chunks_or_by_none(k, recompute):
             assert a is None
 
 
+class Aliased(nn.Module):
+    """Its parameters have one gradient, and that is an expanded number."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(5).double()), nn.Parameter(torch.ones(5).double())
+
+    def forward(self, hidden):
+        return (self.a + self.b).sum() * hidden
+
+
+@both
+@pytest.mark.parametrize("k", [1, 2])
+def test_parameters_may_share_a_gradient(k, recompute):
+    generator, hidden = Aliased(), torch.rand(7, 4, dtype=torch.float64)
+    target = torch.zeros(7, dtype=torch.long)
+    params = [generator.a, generator.b]
+    expected = gradients(F.cross_entropy(generator(hidden), target), params)
+    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU] * k, 2, recompute=recompute)
+    close(gradients(loss(hidden, target), params), expected)
+
+
 @both
 def test_what_the_criterion_holds_gets_its_gradient(recompute):
     generator, hidden, target = problem()
