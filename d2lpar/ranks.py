@@ -243,9 +243,9 @@ def choose(nbytes: int, k: int) -> Schedule:
     Two ranks exchange whole tensors: in one step they send as much as otherwise in two. More ranks
     send few messages as long as a message costs more than its bytes, and few bytes after that.
 
-    Measured on 2 cores of an AMD EPYC. With 3, 4 and 8 ranks star and direct cross between 1 and
-    4 MB, over lanes as over gloo's messages. Two ranks lose up to a quarter to the star where they
-    send messages of 4 MB and more. More cores, or a network, will differ: for each size
+    Measured on 2 cores of an AMD EPYC and of an Intel Xeon. With 3, 4 and 8 ranks star and direct
+    cross between 1 and 4 MB, over lanes as over gloo's messages. Two ranks lose up to a quarter to
+    the star where they send messages. More cores, or a network, will differ: for each size
     ``benchmarks/bench_ranks.py`` prints how much slower this choice is than the fastest.
     """
     if k == 2:

@@ -21,7 +21,9 @@ import torch.distributed as dist
 
 from .devices import record_message
 
-PIECE_BYTES = 2**21  # over messages a chunk travels in pieces, and one is reduced as others come
+# Over messages a chunk travels in pieces, and one is reduced while others come. Between two ranks of
+# one machine 512 kB were as good as 2 MB, between four worse by 6 % (256 kB: 10 to 20 %).
+PIECE_BYTES = 2**21
 ALIGNMENT = 64  # bytes: a message may begin at any multiple of it, whatever its dtype
 BOTH = ("send", "receive")  # directions of a collective
 NUM_TAGS = 3
