@@ -24,8 +24,8 @@ TEXT_BYTES = 256  # of the plan itself, which is sent only when plans differ
 class MismatchError(RuntimeError):
     """The ranks were about to do different things.
 
-    If that was a collective, nothing was sent, and the group is usable; for what ``receive`` finds,
-    see there.
+    If that was a collective, nobody has read a message, and the group is usable; for what
+    ``receive`` finds, see there.
     """
 
 

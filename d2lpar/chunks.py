@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -27,13 +28,15 @@ class ChunkedLoss(nn.Module):
 
     The positions are dealt out to the devices, and on each of them go through the generator and the
     criterion ``chunk_size`` at a time. A chunk's gradients are computed at once, and its logits are
-    forgotten; ``backward`` only multiplies the gradients, and nothing is computed twice.
+    forgotten; ``backward`` only scales the gradients. Hooks and functions inside the generator
+    therefore see gradients of the loss itself, whatever it is multiplied by afterwards.
 
-    With ``recompute`` the logits of a chunk are computed once more in ``backward``, with the same
-    random numbers. That takes longer, and a little less memory; only so are there second
-    derivatives, and gradients of what the criterion takes from a graph outside. It is also done
-    where the gradients cannot wait: for float16, which a ``GradScaler`` scales in ``backward``; for
-    ``reduction="none"``; for a target that requires gradients, and for parameters with hooks.
+    With ``recompute``, ``backward`` computes the logits of a chunk a second time, with the same
+    random numbers, and then its gradients. That takes longer, but a loss that waits for its
+    backward holds no gradients, and there are second derivatives. It is also done where gradients
+    cannot wait or cannot be had at once: in float16, whose gradients a ``GradScaler`` scales first;
+    for ``reduction="none"``; where parameters have hooks; and where the criterion takes something
+    from a graph outside, such as a target that requires gradients.
 
     Args:
         generator: maps hidden states (n, d) to logits (n, classes), each position by itself.
@@ -41,12 +44,12 @@ class ChunkedLoss(nn.Module):
         devices: where the chunks are computed; the generator is on ``devices[0]``.
         chunk_size: positions whose logits exist at the same time on one device.
         count: see ``DataParallelCriterion``.
-        recompute: whether to compute gradients in ``backward``, and logits twice.
+        recompute: whether to compute the gradients in ``backward``, and all logits twice.
 
     Raises:
         ValueError: see ``DataParallelCriterion``; ``chunk_size`` is not a positive int; from a
             call, ``hidden`` and ``target`` differ in positions.
-        RuntimeError: from a call or from ``backward``, where only ``recompute=True`` does.
+        RuntimeError: from ``backward``, where a second derivative needs ``recompute=True``.
     """
 
     def __init__(
@@ -83,15 +86,19 @@ class ChunkedLoss(nn.Module):
         criterion, weights = shares(self.criterion, self.count, [(c.target,) for c in chunks])
         both = replicas(self.generator, devices), replicas(criterion, devices)
         calls = list(zip(*both, strict=True))
-        if self._must_recompute(hidden, target):
-            loss = self._compute_twice(calls, chunks, weights)
-        else:
+        try:
+            if self.recompute or getattr(criterion, "reduction", None) == "none":
+                raise _MustWait
             loss = self._compute_at_once(calls, shards, chunks, weights)
+        except _MustWait:
+            loss = self._compute_twice(calls, chunks, weights)
         return loss.reshape(places + loss.shape[1:]) if loss.dim() else loss
 
     def _compute_at_once(self, calls, shards, chunks, weights) -> torch.Tensor:
+        begin = _next_number()
         sums = [
-            _Sums(*call, shard, self.chunk_size) for call, shard in zip(calls, shards, strict=True)
+            _Sums(*call, shard, self.chunk_size, begin)
+            for call, shard in zip(calls, shards, strict=True)
         ]
         for i in _in_turns(chunks, weights):
             sums[chunks[i].position].add(chunks[i], weights[i])
@@ -118,14 +125,9 @@ class ChunkedLoss(nn.Module):
             )
         ]
 
-    def _must_recompute(self, hidden: torch.Tensor, target: torch.Tensor) -> bool:
-        if self.recompute or getattr(self.criterion, "reduction", None) == "none":
-            return True
-        params = [*self.parameters()]
-        one = torch.ones(1, 1, device=hidden.device)
-        dtypes = torch.mm(one, one).dtype, hidden.dtype, *(param.dtype for param in params)
-        hooked = any(param._backward_hooks for param in params)  # they would be called twice
-        return torch.float16 in dtypes or hooked or target.requires_grad
+
+class _MustWait(Exception):
+    """The gradients of a chunk cannot be computed before those of the whole loss are known."""
 
 
 class Chunk(NamedTuple):
@@ -145,14 +147,15 @@ def _in_turns(chunks: list[Chunk], weights: dict[int, float]) -> list[int]:
 class _Sums:
     """What the chunks of one device add up to: their loss, and the gradients of it."""
 
-    def __init__(self, generator: nn.Module, criterion: Callable, hidden, chunk_size: int):
-        self.generator, self.criterion, self.hidden = generator, criterion, hidden
-        # Where the graph of a chunk ends, beside leaves: at the parameters of replicas.
+    def __init__(self, generator, criterion, hidden: torch.Tensor, chunk_size: int, begin: int):
+        self.generator, self.criterion = generator, criterion
+        self.begin = begin  # nodes with smaller numbers are of a graph outside
         parts = [part for part in (generator, criterion) if isinstance(part, nn.Module)]
         params = [param for part in parts for param in part.parameters() if param.grad_fn]
+        # Where the graph of a chunk ends, beside leaves: at the parameters of replicas.
         self.ends = {(param.grad_fn, param.output_nr): param for param in params}
         self.total, self.dtype = 0, None
-        self.grads = {}  # of each tensor that the loss depends on: the hidden states come first
+        self.grads = {}  # of each tensor that the loss depends on
         if hidden.requires_grad:
             self.grads[hidden] = torch.zeros_like(hidden)
             self.grads_of_chunks = self.grads[hidden].split(chunk_size)
@@ -160,20 +163,52 @@ class _Sums:
     def add(self, chunk: Chunk, weight: float) -> None:
         """Compute the loss and the gradients of one more chunk, and forget all else."""
         hidden = chunk.hidden.detach().requires_grad_(chunk.hidden.requires_grad)
-        loss = self.criterion(self.generator(hidden), chunk.target)
+        with saved_tensors_hooks(_as_it_is, _as_it_is):  # not those of a checkpoint around us
+            loss = self.criterion(self.generator(hidden), chunk.target)
         if loss.dim():
             raise ValueError(f"the loss of a chunk has shape {list(loss.shape)}, and is no number")
         self.total, self.dtype = self.total + _widened(loss.detach()) * weight, loss.dtype
         if not loss.requires_grad:
             return
-        tensors = _dependencies(loss, self.ends)
-        for tensor, grad in zip(tensors, _gradients(loss, tensors, weight), strict=True):
+        tensors = self._dependencies(loss)
+        with torch.autocast(loss.device.type, enabled=False):  # as in backward
+            weights = torch.full_like(loss, weight)
+            grads = torch.autograd.grad(loss, tensors, weights, allow_unused=True)
+        for tensor, grad in zip(tensors, grads, strict=True):
+            if grad is None:
+                continue
             if tensor is hidden:
                 self.grads_of_chunks[chunk.number].copy_(grad)
             elif tensor in self.grads:
                 self.grads[tensor].add_(grad)
             else:
                 self.grads[tensor] = _widened(grad).clone()  # it may be another tensor's, too
+
+    def _dependencies(self, loss: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors at which the graph of a chunk ends, or raise _MustWait."""
+        nodes, found = [loss.grad_fn], {}
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            in_float16 = any(meta.dtype == torch.float16 for meta in node._input_metadata)
+            if in_float16 or node._sequence_nr() < self.begin:  # both private
+                raise _MustWait
+            for edge in node.next_functions:
+                following = edge[0]
+                if edge in self.ends:
+                    found[edge] = self.ends[edge]
+                elif following is None or following in seen:
+                    continue
+                elif following.name() == "torch::autograd::AccumulateGrad":
+                    found[edge] = following.variable
+                else:
+                    seen.add(following)
+                    nodes.append(following)
+        tensors = list(found.values())
+        for tensor in tensors:
+            if tensor._backward_hooks or tensor.dtype == torch.float16:  # hooks: called twice
+                raise _MustWait
+        return tensors
 
     def loss(self) -> torch.Tensor:
         """Return the weighted sum of the losses, which knows its gradients."""
@@ -197,35 +232,14 @@ class _Known(torch.autograd.Function):
         return None, None, *[(grad * grad_of_loss).to(dtype) for grad, dtype in pairs]
 
 
-def _dependencies(loss: torch.Tensor, ends: dict) -> list[torch.Tensor]:
-    """Return the tensors at which the graph of ``loss`` ends: leaves, and those of ``ends``."""
-    nodes, found = [loss.grad_fn], {}
-    seen = set(nodes)
-    while nodes:
-        for edge in nodes.pop().next_functions:
-            node = edge[0]
-            if edge in ends:
-                found[edge] = ends[edge]
-            elif hasattr(node, "variable"):
-                found[edge] = node.variable
-            elif node is not None and node not in seen:
-                seen.add(node)
-                nodes.append(node)
-    return list(found.values())
+def _next_number() -> int:
+    """Return the number that autograd gives to the next node of a graph: they rise."""
+    probe = torch.ones((), requires_grad=True).clone()
+    return probe.grad_fn._sequence_nr() if probe.grad_fn else 0  # private; no graph, no number
 
 
-def _gradients(loss: torch.Tensor, tensors: list[torch.Tensor], weight: float):
-    """Return the gradients of ``weight`` times ``loss``; outside autocast, as in ``backward``."""
-    try:
-        with torch.autocast(loss.device.type, enabled=False):
-            return torch.autograd.grad(loss, tensors, torch.full_like(loss, weight))
-    except RuntimeError as error:
-        if "second time" not in str(error):
-            raise
-        raise RuntimeError(
-            "the loss of a chunk depends on a tensor that was computed outside, from what requires "
-            "gradients: compute it in the generator or in the criterion, or pass recompute=True"
-        ) from error
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

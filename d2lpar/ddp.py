@@ -265,7 +265,8 @@ class DistributedDataParallel(nn.Module):
 
     def _share_buffers(self) -> None:
         with naming_join():
-            share_tensors(self.module.buffers(), self._source, self.process_group)
+            unseen = [buffer.data for buffer in self.module.buffers()]  # by autograd, as in torch
+            share_tensors(unseen, self._source, self.process_group)
 
     @property
     def _source(self) -> int:
@@ -305,18 +306,16 @@ class DistributedDataParallel(nn.Module):
                 self.require_forward_param_sync = plans.averages
             if enable:
                 buffers = self.module.buffers() if self.broadcast_buffers else ()
-                state = [*self.module.parameters(), *buffers]
-                share_tensors(state, self._source, self.process_group)
+                tensors = [*self.module.parameters(), *buffers]
+                share_tensors(tensors, self._source, self.process_group)
         finally:
             self._joins, self._shrinks, self._active = False, False, self._ranks
 
     def _roll_call(self, mine: _Plans) -> _Plans:
         """Note who has a batch; return what those who have one are about to do."""
-        bits = sum(planned << i for i, planned in enumerate(mine))
-        plans = [
-            _Plans(*(bits >> i & 1 for i in range(len(mine))))
-            for bits in ranks.all_gather_int(bits, self.process_group)
-        ]
+        number = sum(planned << i for i, planned in enumerate(mine))
+        numbers = ranks.all_gather_int(number, self.process_group)
+        plans = [_Plans(*(n >> i & 1 for i in range(len(mine)))) for n in numbers]
         active = [rank for rank, plan in zip(self._ranks, plans, strict=True) if plan.present]
         if self._throws and 0 < len(active) < len(plans):
             raise RuntimeError("a rank has no batch left, and throw_on_early_termination is set")

@@ -25,7 +25,7 @@ from .transport import ALIGNMENT, PeerError, Receive, Send, Transport, name_rank
 CHANNELS = 4  # process groups of a rank that can have lanes, in all; further ones send messages
 SLOTS = 2  # of a lane: one is filled while the other is emptied
 SLOT_BYTES = 2**20  # at most
-NOTE_BYTES = 64  # at the beginning of a slot, where a piece goes along behind the note
+NOTE_BYTES = 64  # of a slot, for a note that takes a piece along, and for a byte that says so
 MIN_SLOT_BYTES = 2**12  # with smaller ones, which more than 28 ranks would have, nothing is won
 LANE_BYTES = 24 * 2**20  # all lanes together: two launches of 16 ranks fit into a container's 64 MB
 TABLE_ROWS = 3
@@ -45,7 +45,7 @@ class _Lane:
         self.acquire, self.release = waits_for.acquire, announces.release
         self.turn = 0  # messages so far
         self.ahead = False  # the first piece of what is sent next has gone along with a note
-        self.held = 0  # a receiver's: where the piece lies that came along with a note, or 0
+        self.held = 0  # a receiver's: where a piece lies that came along with a note, or 0
 
     def next_slot(self) -> int:
         """Return the offset of the slot that was waited for."""
@@ -84,8 +84,8 @@ class Lanes(Transport):
                 missing.add(lane.rank)  # who else?
                 continue
             slot = lane.next_slot()
-            self.bytes[slot : slot + len(note)] = note
             lane.ahead = i in first
+            self.bytes[slot : slot + len(note) + 1] = note + bytes([lane.ahead])
             if lane.ahead:
                 self.view(slot + NOTE_BYTES, first[i].numel(), first[i].dtype).copy_(first[i])
             lane.release()
@@ -94,24 +94,26 @@ class Lanes(Transport):
                 missing.add(lane.rank)
                 continue
             slot = lane.next_slot()
-            notes[i] = bytes(self.bytes[slot : slot + len(note)])
-            lane.held = slot + NOTE_BYTES
+            end = slot + len(note)
+            notes[i] = bytes(self.bytes[slot:end])
+            if self.bytes[end] and ahead is not None:
+                lane.held = slot + NOTE_BYTES
+            else:
+                lane.release()
         if missing:
             raise PeerError(f"{name_ranks(sorted(missing))} did not call in time", sorted(missing))
-        if ahead is None:
-            self._drop_held()
         return notes
 
     def _first_pieces(self, sends: Sequence[Send]) -> dict[int, torch.Tensor]:
         """Return the first piece of what each member is sent, where it is sent anything."""
         first = {}
         for dst, message in sends:
-            if pieces := pieces_of(message, self.piece_bytes):
-                first.setdefault(dst, pieces[0])
+            if message.numel():
+                first.setdefault(dst, message[: self.piece_bytes // message.element_size()])
         return first
 
     def _drop_held(self) -> None:
-        """Release the slots of notes with which nothing came along that is still wanted."""
+        """Release the slots whose pieces nobody will take."""
         for lane in self.incoming.values():
             if lane.held:
                 lane.held = 0

@@ -225,9 +225,12 @@ def all_gather_int(
 
     Other arguments and errors are those of ``allreduce``.
     """
-    if not isinstance(number, int) or not -(2**63) <= number < 2**63:
+    good = isinstance(number, int) and -(2**63) <= number < 2**63
+    what = "" if good else f"of {number!r}"
+    told = _all_told(number if good else 0, _plan("all_gather_int", label, what), group, timeout)
+    if not good:
         raise ValueError(f"number must be an int of 64 bits, not {number!r}")
-    return _all_told(number, _plan("all_gather_int", label), group, timeout)
+    return told
 
 
 def _all_told(number: int, plan: str, group, timeout) -> list[int]:
@@ -286,8 +289,8 @@ def _agreed(
 ) -> tuple[Part, list[int]]:
     """Prepare this member's part, compare plans, and return the part and everyone's rows.
 
-    What fails here is raised only when all have agreed on what to do: what is wrong with the
-    arguments is then the same error on all ranks, and a difference between ranks comes first.
+    With ``check``, what fails here is raised when all have agreed on what to do: what is wrong with
+    the arguments is then the same error on all ranks, and a difference between ranks comes first.
     """
     member.calls += 1
     failure, ahead, rows = None, None, []
@@ -301,7 +304,7 @@ def _agreed(
         rows = agree(member.transport, member.calls, plan, _rows(tensor), timeout, ahead)
     if failure is None:
         return part, rows
-    if not isinstance(failure, (TypeError, ValueError)):  # it is this rank's alone: a full memory
+    if isinstance(failure, (MemoryError, RuntimeError)):  # it is this rank's alone: no room
         member.transport.give_up(failure)
     raise failure
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import ranks
+from .agreement import is_expanded
 
 MESSAGE_BYTES = 250 * 2**20  # as in torch: where a message has several tensors, it has no more
 
@@ -57,9 +58,13 @@ def share_tensors(
 ) -> None:
     """Copy those of rank ``src`` into everyone's: tensors of one dtype and device travel together.
 
-    A graph that has saved one of them, of a forward pass before, does not see that it changes.
+    A graph of a forward pass before that has saved one of them sees that it changes, and says so in
+    backward; unless it is passed as ``.data``.
     """
-    for same in _messages([tensor.data for tensor in tensors]):  # autograd would see a .detach()
+    for same in _messages(tensors):
+        if len(same) == 1:
+            ranks.broadcast(same[0], src, group)
+            continue
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
         ranks.broadcast(flat, src, group)
         parts = flat.split([tensor.numel() for tensor in same])
@@ -67,9 +72,12 @@ def share_tensors(
             tensor.copy_(part.view_as(tensor))
 
 
-def _messages(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _messages(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     begun = {}  # (dtype, device): the tensors of a message that has room, and their bytes
     for tensor in tensors:
+        if tensor.layout is not torch.strided or is_expanded(tensor):
+            yield [tensor]  # to be refused
+            continue
         kind = tensor.dtype, tensor.device
         same, nbytes = begun.pop(kind, ([], 0))
         if same and nbytes + tensor.nbytes > MESSAGE_BYTES:

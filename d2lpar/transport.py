@@ -116,7 +116,8 @@ class Transport:
         """Give ``note`` to all other members; return everyone's, in order: all of one length.
 
         Nobody returns before all have called, so this is a barrier too. ``ahead`` is what this rank
-        sends in the exchange that comes next, if one does: a transport may take some of it along.
+        sends in the exchange that comes next, an empty list if it only receives: a transport may
+        take some of it along. None: no exchange comes next.
 
         Raises:
             PeerError: naming all who did not call within ``timeout`` seconds, or are gone.

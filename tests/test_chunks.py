@@ -156,11 +156,13 @@ def test_what_the_criterion_holds_gets_its_gradient(recompute):
     close(gradients(loss(hidden, target), tensors), expected)
 
 
-def test_a_graph_outside_needs_recomputation_and_the_error_says_so():
+@both
+@pytest.mark.parametrize("size", [2, 7])
+def test_the_criterion_may_take_something_from_a_graph_outside(size, recompute):
     generator, hidden, target = problem()
     logarithm = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
 
-    def loss_of(recompute):
+    def gradient(in_chunks):
         temperature = logarithm.exp()
 
         def criterion(logits, target):
@@ -169,12 +171,70 @@ def test_a_graph_outside_needs_recomputation_and_the_error_says_so():
         def in_one(hidden, target):
             return criterion(generator(hidden), target)
 
-        in_chunks = ChunkedLoss(generator, criterion, [CPU], 2, count=len, recompute=recompute)
-        return (in_chunks if recompute is not None else in_one)(hidden, target)
+        chunked = ChunkedLoss(generator, criterion, [CPU], size, count=len, recompute=recompute)
+        loss = (chunked if in_chunks else in_one)(hidden, target)
+        return gradients(loss + temperature.square(), [logarithm])  # the graph is used again
 
-    with pytest.raises(RuntimeError, match=r"was computed outside.* pass recompute=True"):
-        loss_of(False)
-    close(gradients(loss_of(True), [logarithm]), gradients(loss_of(None), [logarithm]))
+    close(gradient(True), gradient(False))
+
+
+class Held(torch.autograd.Function):
+    """Calls what it keeps as autograd calls a leaf, and has no gradient for its second input."""
+
+    @staticmethod
+    def forward(ctx, X, unused):
+        ctx.variable = unused
+        return X * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3, None
+
+
+@both
+def test_a_function_in_the_generator_may_keep_anything_and_leave_out_gradients(recompute):
+    linear, hidden, target = problem()
+
+    class Generator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.unused = linear, nn.Parameter(torch.ones(3))
+
+        def forward(self, hidden):
+            return self.linear(Held.apply(hidden, self.unused))
+
+    generator = Generator()
+    tensors = [hidden, *linear.parameters()]
+    expected = gradients(F.cross_entropy(generator(hidden), target), tensors)
+    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU], 3, recompute=recompute)
+    value = loss(hidden, target)
+    close(gradients(value, tensors), expected)
+    loss(hidden, target).backward()
+    assert generator.unused.grad is None
+
+
+@both
+def test_a_hook_on_what_a_criterion_holds_is_called_once(recompute):
+    generator, hidden, target = problem()
+    scale = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+
+    def criterion(logits, target):
+        return F.cross_entropy(logits * scale, target)
+
+    [expected] = gradients(criterion(generator(hidden), target), [scale])
+    scale.register_hook(lambda grad: 3 * grad)
+    ChunkedLoss(generator, criterion, [CPU], 3, count=len, recompute=recompute)(
+        hidden, target
+    ).backward()
+    close(scale.grad, 3 * expected)
+
+
+@pytest.mark.parametrize(("recompute", "calls"), [(False, 2 * 8), (True, 3 * 8)])
+def test_inside_a_checkpoint_the_work_grows_with_the_chunks_only(recompute, calls):
+    generator, (_, hidden, target) = Counted(4, 5).double(), problem(8)
+    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU], 1, recompute=recompute)
+    checkpoint(loss, hidden, target, use_reentrant=False).backward()
+    assert generator.calls <= calls
 
 
 @both
@@ -242,12 +302,20 @@ class Cast(nn.Linear):
         return super().forward(hidden.to(self.weight.dtype))
 
 
-@pytest.mark.parametrize("where", ["weights", "hidden", "torch.autocast", "autocast"])
+class Inside(Cast):
+    def forward(self, hidden):
+        with torch.autocast("cpu", torch.float16):
+            return super().forward(hidden).float()
+
+
+@pytest.mark.parametrize("where", ["weights", "hidden", "torch.autocast", "autocast", "inside"])
 def test_a_scale_reaches_float16_before_its_gradients_are_rounded(where):
     torch.manual_seed(0)
     generator, hidden = Cast(4, 20_000), torch.randn(1024, 4)
     target, region = torch.zeros(1024, dtype=torch.long), torch.enable_grad()
-    if where == "weights":
+    if where == "inside":
+        generator = Inside(4, 20_000)
+    elif where == "weights":
         generator.half()
     elif where == "hidden":
         with torch.no_grad():

@@ -229,6 +229,26 @@ def test_what_went_ahead_is_dropped_where_nobody_wants_it():
     assert launch(check, 2) == [([0.0] * 4, free), ([-10.0] * 4, free)]
 
 
+def test_what_lies_in_a_slot_is_not_taken_for_what_did_not_come_along():
+    def check(rank, k):
+        transport = transport_of()
+        part, sends = torch.zeros(4), [Send(1 - rank, torch.full((4,), 7.0))]
+        for _ in range(SLOTS):
+            transport.exchange(sends, [Receive(1 - rank, part, take)], 30)
+        transport.tell(b"note", 30, ahead=sends if rank else None)
+        assert free_slots(transport) == [SLOTS] * 2  # rank 0 has not kept what it cannot want
+        part.zero_()
+        try:
+            if rank == 0:
+                transport.exchange([], [Receive(1, part, take)], 30)
+            else:
+                transport.exchange(sends, [Receive(0, part, take)], 0.3)
+        except PeerError as error:
+            return str(error), part.tolist()
+
+    assert launch(check, 2)[1] == ("rank 0 did not do its part in time", [0.0] * 4)
+
+
 @pytest.mark.parametrize("schedule", [star, direct, ring, recursive_doubling])
 def test_a_difference_leaves_tensors_and_lanes_as_they_were(schedule):
     def check(rank, k, schedule):

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -52,6 +53,16 @@ def test_lenet_and_its_gradients_equal_those_of_torch_nn():
     for mine, other in zip(params, net.parameters(), strict=True):
         grad = other.grad.T if other.dim() == 2 else other.grad
         torch.testing.assert_close(mine.grad, grad)
+
+
+def test_pixels_that_are_cropped_have_no_part_and_larger_images_are_refused():
+    params, X = init_params(0.1), torch.rand(3, 1, 28, 28)
+    other = X.clone()
+    other[:, :, 26:] = other[:, :, :, 26:] = 5.0
+    assert torch.equal(lenet(X, params), lenet(other, params))
+    torch.testing.assert_close(as_module(params)(X), as_module(params)(other))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        lenet(torch.rand(3, 1, 32, 32), params)
 
 
 def test_channels_last_changes_strides_but_not_results():

@@ -468,12 +468,13 @@ def test_numbers_of_all_ranks_go_along_with_the_check(way):
         group = group_for(way)
         numbers = [ranks.all_gather_int(n, group) for n in (rank, -rank, 2**62 + rank)]
         refused = [attempt(ranks.all_gather_int, n, group)[:2] for n in (2**63, 1.5)]
+        refused.append(attempt(ranks.all_gather_int, 1.5 if rank else 1, group)[:2])
         mixed = attempt(ranks.all_gather_int if rank else ranks.barrier, *[5] * rank, group=group)
         return numbers, refused, mixed[0], ranks.all_gather_int(7, group)
 
     for numbers, refused, mixed, after in launch(check, 2, way):
         assert numbers == [[0, 1], [0, -1], [2**62, 2**62 + 1]]
-        assert [kind for kind, _ in refused] == ["ValueError"] * 2
+        assert [kind for kind, _ in refused] == ["ValueError"] * 2 + ["MismatchError"]
         assert refused[0][1] == f"number must be an int of 64 bits, not {2**63}"
         assert (mixed, after) == ("MismatchError", [7, 7])
 
@@ -766,30 +767,32 @@ def fails_once(name):
 @both
 @pytest.mark.parametrize("place", ["_message_of", "make_moves", "divide", "put_back"])
 @pytest.mark.parametrize("schedule", [star, ring])
+@pytest.mark.parametrize(("bad", "k"), [(0, 3), (2, 3), (1, 2)])
 def test_a_rank_that_fails_after_the_agreement_is_named_and_nobody_takes_its_note_for_data(
-    schedule, place, way
+    schedule, place, way, bad, k
 ):
-    def check(rank, k, schedule, place, way):
+    def check(rank, k, schedule, place, way, bad):
         group, outcomes = group_for(way), []
         for step in range(3):
-            if rank == 0 and step == 1:
+            if rank == bad and step == 1:
                 fails_once(place)
             tensor = torch.full((8,), rank + 1.0)
             outcome = attempt(ranks.allreduce, tensor, schedule, group=group, timeout=60)
             outcomes.append((*outcome[:3], tensor.unique().tolist()))
         return outcomes
 
-    failed, *others = launch(check, 3, schedule, place, way, timeout=30)
+    others = launch(check, k, schedule, place, way, bad, timeout=30)
+    failed, total = others.pop(bad), float(sum(range(1, k + 1)))
     assert failed[1][:2] == ("MemoryError", "no room for a copy")
     assert "of no more use since an earlier call: MemoryError: no room" in failed[2][1]
     for outcomes in (failed, *others):
-        assert outcomes[0] == ("ok", None, (), [6.0])
+        assert outcomes[0] == ("ok", None, (), [total])
     for outcomes in others:
         for kind, _, named, numbers in outcomes[1:]:
-            if kind == "ok":  # rank 0 had sent all its messages before it failed
-                assert numbers == [6.0] and place in ("divide", "put_back")
+            if kind == "ok":  # the other one had sent all its messages before it failed
+                assert numbers == [total] and place in ("divide", "put_back")
             elif named:
-                assert (kind == "PeerError" and 0 in named) or way == "messages"
+                assert (kind == "PeerError" and bad in named) or way == "messages"
         assert outcomes[2][0] == "PeerError"
 
 

@@ -1,6 +1,7 @@
 """All ranks begin with one rank's state. How modules differ, and what is said of it: test_ddp."""
 
 import sys
+from functools import partial
 
 import cloudpickle
 import torch
@@ -49,7 +50,7 @@ def test_a_graph_that_has_saved_a_buffer_does_not_see_it_change():
         module = model(rank)
         X = torch.ones(2, 3, requires_grad=True)
         loss = (X * module[1].running_mean).sum()
-        share_tensors(module.buffers(), 1)
+        share_tensors([buffer.data for buffer in module.buffers()], 1)
         loss.backward()  # with the numbers of rank 1: as torch, we do not keep the old ones
         return X.grad.tolist()
 
@@ -84,3 +85,22 @@ def test_many_tensors_travel_in_few_messages_and_none_is_larger_than_allowed():
         first, second = launch(share, 2, limit, timeout=LIMIT)
         assert first[:2] == second[:2] == ({1.0}, 1)
         assert second[2] == messages
+
+
+def test_autograd_sees_that_parameters_change_and_odd_tensors_are_refused():
+    def share(rank, world_size):
+        weight = nn.Parameter(torch.ones(2))
+        product, found = (weight * weight).sum(), []
+        share_tensors([weight, nn.Parameter(torch.ones(3))], 0)
+        odd = {"expanded": torch.ones(1).expand(3), "sparse": torch.eye(2).to_sparse()}
+        for call in (product.backward, *(partial(share_tensors, [odd[n]], 0) for n in odd)):
+            try:
+                call()
+            except (RuntimeError, ValueError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    for inplace, expanded, sparse in launch(share, 2, timeout=LIMIT):
+        assert inplace.startswith("RuntimeError") and "inplace operation" in inplace
+        assert expanded.startswith("ValueError: the tensor is an expanded view")
+        assert sparse.startswith("ValueError: the tensor is sparse")
