@@ -4,8 +4,8 @@ A lane is a one-way path from one rank to another: two slots of a memory that bo
 two counting semaphores that say how many slots are free and how many are full. It is the bounded
 buffer of Dijkstra, "Cooperating sequential processes" (1965). A message is copied once into a slot
 and read from there; no system call copies it, and none is made as long as nobody has to sleep. A
-note takes the first piece of the message that follows it along in its slot, so that one wait does
-for both. Notebook 05 measures lanes against gloo.
+note takes a short message that follows it along in its slot, so that one wait does for both.
+Notebook 05 measures lanes against gloo.
 """
 
 import mmap
@@ -25,7 +25,8 @@ from .transport import ALIGNMENT, PeerError, Receive, Send, Transport, name_rank
 CHANNELS = 4  # process groups of a rank that can have lanes, in all; further ones send messages
 SLOTS = 2  # of a lane: one is filled while the other is emptied
 SLOT_BYTES = 2**20  # at most
-NOTE_BYTES = 64  # of a slot, for a note that takes a piece along, and for a byte that says so
+NOTE_BYTES = 64  # of a slot, for a note that takes a message along, and for a byte that says so
+SHORT_BYTES = 2**17  # of such a message, at most: longer ones gain nothing
 MIN_SLOT_BYTES = 2**12  # with smaller ones, which more than 28 ranks would have, nothing is won
 LANE_BYTES = 24 * 2**20  # all lanes together: two launches of 16 ranks fit into a container's 64 MB
 TABLE_ROWS = 3
@@ -44,8 +45,8 @@ class _Lane:
         self.slots = slots  # offsets in the memory
         self.acquire, self.release = waits_for.acquire, announces.release
         self.turn = 0  # messages so far
-        self.ahead = False  # the first piece of what is sent next has gone along with a note
-        self.held = 0  # a receiver's: where a piece lies that came along with a note, or 0
+        self.ahead = False  # the first of what is sent next has gone along with a note
+        self.held = 0  # a receiver's: where a message lies that came along with a note, or 0
 
     def next_slot(self) -> int:
         """Return the offset of the slot that was waited for."""
@@ -78,7 +79,7 @@ class Lanes(Transport):
     def _tell(self, note: bytes, deadline: float, ahead: Sequence[Send] | None) -> list[bytes]:
         self._drop_held()
         notes, missing = [note] * len(self.ranks), set()
-        first = self._first_pieces(ahead or ())
+        first = self._short_messages(ahead or ())
         for i, lane in self.outgoing.items():
             if not lane.acquire(False) and not self._sleep(lane, deadline):
                 missing.add(lane.rank)  # who else?
@@ -104,16 +105,17 @@ class Lanes(Transport):
             raise PeerError(f"{name_ranks(sorted(missing))} did not call in time", sorted(missing))
         return notes
 
-    def _first_pieces(self, sends: Sequence[Send]) -> dict[int, torch.Tensor]:
-        """Return the first piece of what each member is sent, where it is sent anything."""
+    def _short_messages(self, sends: Sequence[Send]) -> dict[int, torch.Tensor]:
+        """Return the first message for each member, where there is one and it is short."""
         first = {}
         for dst, message in sends:
             if message.numel():
-                first.setdefault(dst, message[: self.piece_bytes // message.element_size()])
-        return first
+                first.setdefault(dst, message)
+        longest = min(SHORT_BYTES, self.piece_bytes)
+        return {dst: message for dst, message in first.items() if message.nbytes <= longest}
 
     def _drop_held(self) -> None:
-        """Release the slots whose pieces nobody will take."""
+        """Release the slots whose messages nobody will take."""
         for lane in self.incoming.values():
             if lane.held:
                 lane.held = 0

@@ -65,7 +65,7 @@ def allreduce(
         op: "sum", "mean", "max", "min" or "product".
         group: a process group of which this rank is a member; None: all ranks.
         check: whether the ranks first compare what they are about to do. Over gloo this costs one
-            exchange of 32 bytes; over lanes they go along with the first message. Without it a
+            exchange of 32 bytes; over lanes a short message goes along with them. Without it a
             mistake may hang, abort or go unseen.
         timeout: seconds to wait for the others, in each step.
         label: what is reduced, such as "step 3": compared by the check.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from d2lpar import ranks
-from d2lpar.lanes import CHANNELS, LANE_BYTES, SLOTS, Lanes, SharedMemory
+from d2lpar.lanes import CHANNELS, LANE_BYTES, SHORT_BYTES, SLOTS, Lanes, SharedMemory
 from d2lpar.launcher import RankError, launch
 from d2lpar.schedules import Move, direct, recursive_doubling, ring, star
 from d2lpar.transport import Messages, PeerError, Receive, Send, take
@@ -185,13 +185,23 @@ def free_slots(transport):
 
 
 @pytest.mark.parametrize("k", [2, 3])
-def test_a_note_takes_the_first_piece_along(k):
+def test_a_note_takes_a_short_message_along(k):
     def check(rank, k):
         transport = transport_of()
         full = transport.piece_bytes // 4
         after, before = (rank + 1) % k, (rank - 1) % k
         complaints = []
-        for sizes in ([0], [5], [full], [full + 1], [0, 3], [2, full, 0, 4]):
+        short = SHORT_BYTES // 4
+        for sizes in (
+            [0],
+            [5],
+            [short],
+            [short + 1],
+            [full + 1],
+            [0, 3],
+            [2, full, 0, 4],
+            [full, 1],
+        ):
             messages = [torch.arange(float(n)) + rank for n in sizes]
             parts = [torch.zeros(n) for n in sizes]
             sends = [Send(after, message) for message in messages]
@@ -202,7 +212,9 @@ def test_a_note_takes_the_first_piece_along(k):
             wanted = [torch.arange(float(n)) + before for n in sizes]
             if not all(map(torch.equal, parts, wanted)):
                 complaints.append((sizes, "wrong"))
-            slots = max(1, sum(-(-n // full) for n in sizes))  # the note needs none of its own
+            first = next(filter(None, sizes), 0)
+            along = 0 < first <= short  # then the note needs no slot of its own
+            slots = sum(-(-n // full) for n in sizes) + (not along)
             used = transport.outgoing[after].turn, transport.incoming[before].turn
             if [b - a for a, b in zip(turns, used, strict=True)] != [slots, slots]:
                 complaints.append((sizes, turns, used))
