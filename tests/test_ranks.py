@@ -883,8 +883,8 @@ def test_a_call_beside_that_of_another_thread_is_refused_and_all_ranks_learn_of_
         assert "thread 'MainThread' called allreduce, sum of float32 [3]" in text
         assert "of thread 'first' was under way" in text
     assert third[0] == "PeerError" and "since an earlier call: BusyError: thread" in third[1]
-    for kind, _, named, _ in others:
-        assert kind == "PeerError" and 0 in named
+    for kind, _, named, _ in others:  # gloo may first see one that has given up for this reason
+        assert kind == "PeerError" and (0 in named or (way == "messages" and named))
 
 
 @both
