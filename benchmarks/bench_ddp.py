@@ -7,7 +7,7 @@ two more batches than the one before.
 from functools import partial
 from statistics import median
 
-from timing import print_goal, print_machine, ratio
+from timing import print_goal, print_machine, ratio, slowest_rank
 
 from d2lpar import launch
 
@@ -78,7 +78,7 @@ def measure(rank: int, world_size: int, name: str, rounds: int) -> dict:
 
 
 def measure_join(rank: int, world_size: int, way: str, rounds: int) -> dict:
-    """Return the seconds of a loop inside join, and of leaving it: of torch's and of ours."""
+    """Return the seconds of each round, the slowest rank's, of a loop in join and of leaving it."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -100,31 +100,6 @@ def measure_join(rank: int, world_size: int, way: str, rounds: int) -> dict:
                 model(X).square().mean().backward()
 
     return slowest_rank({name: partial(loop, model) for name, model in models.items()}, rounds)
-
-
-def slowest_rank(contenders: dict, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each round, those of the slowest rank: what a rank calls."""
-    import random
-    import time
-
-    import torch
-    import torch.distributed as dist
-
-    import d2lpar
-
-    seconds = {name: [] for name in contenders}
-    order = random.Random(0)  # the same on all ranks
-    for i in range(rounds + 3):
-        for name in order.sample(list(contenders), len(contenders)):
-            dist.barrier()
-            d2lpar.ranks.barrier()
-            begin = time.perf_counter()
-            contenders[name]()
-            if i >= 3:
-                seconds[name].append(time.perf_counter() - begin)
-    times = torch.tensor([list(seconds.values())], dtype=torch.float64)
-    slowest = d2lpar.ranks.all_gather(times).amax(dim=0)
-    return dict(zip(seconds, slowest.tolist(), strict=True))
 
 
 def main():

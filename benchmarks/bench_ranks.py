@@ -8,7 +8,14 @@ last table the threshold of ``ranks.choose`` was read. Arguments: numbers of ran
 import sys
 from statistics import median
 
-from timing import copy_bandwidth, geometric_mean, print_goal, print_machine, ratio
+from timing import (
+    copy_bandwidth,
+    geometric_mean,
+    print_goal,
+    print_machine,
+    ratio,
+    slowest_rank,
+)
 
 from d2lpar import launch
 from d2lpar.ranks import choose
@@ -52,40 +59,15 @@ def measure(rank: int, world_size: int, sizes: list[int]) -> tuple[dict, dict]:
             "messages": lambda t=tensor: ranks.allreduce(t, group=messages, check=False),
             "messages, checked": lambda t=tensor: ranks.allreduce(t, group=messages),
         }
-        results[nbytes] = slowest_rank(contenders, nbytes)
+        rounds = 60 if nbytes < 10**6 else 20 if nbytes < 2 * 10**7 else 8
+        results[nbytes] = slowest_rank(contenders, rounds)
         for way, group in groups.items():
             calls = {
                 s.__name__: lambda t=tensor, s=s, g=group: ranks.allreduce(t, s, "sum", g, False)
                 for s in SCHEDULES
             }
-            by_schedule[way, nbytes] = slowest_rank(calls, nbytes)
+            by_schedule[way, nbytes] = slowest_rank(calls, rounds)
     return results, by_schedule
-
-
-def slowest_rank(contenders: dict, nbytes: int) -> dict[str, list[float]]:
-    """Return the seconds of each round, those of the slowest rank: what a rank calls."""
-    import random
-    import time
-
-    import torch
-    import torch.distributed as dist
-
-    from d2lpar import ranks
-
-    rounds = 60 if nbytes < 10**6 else 20 if nbytes < 2 * 10**7 else 8
-    seconds = {name: [] for name in contenders}
-    order = random.Random(0)  # the same on all ranks
-    for i in range(rounds + 3):
-        for name in order.sample(list(contenders), len(contenders)):
-            dist.barrier()
-            ranks.barrier()
-            begin = time.perf_counter()
-            contenders[name]()
-            if i >= 3:
-                seconds[name].append(time.perf_counter() - begin)
-    times = torch.tensor([list(seconds.values())], dtype=torch.float64)
-    slowest = ranks.all_gather(times).amax(dim=0)
-    return dict(zip(seconds, slowest.tolist(), strict=True))
 
 
 def print_table(world_size: int, results: dict) -> None:

@@ -58,8 +58,8 @@ def share_tensors(
 ) -> None:
     """Copy those of rank ``src`` into everyone's: tensors of one dtype and device travel together.
 
-    A graph of a forward pass before that has saved one of them sees that it changes, and says so in
-    backward; unless it is passed as ``.data``.
+    As after any change in place, backward through an earlier graph that has saved one of them
+    raises an error; where the tensor is passed as ``.data``, it does not.
     """
     for same in _messages(tensors):
         if len(same) == 1:
