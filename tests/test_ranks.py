@@ -787,10 +787,12 @@ def test_a_rank_that_fails_after_the_agreement_is_named_and_nobody_takes_its_not
     assert "of no more use since an earlier call: MemoryError: no room" in failed[2][1]
     for outcomes in (failed, *others):
         assert outcomes[0] == ("ok", None, (), [total])
+    # Over lanes a short message goes along with the check; in a star it is all that a rank sends.
+    along = (place, schedule, way) == ("make_moves", star, "lanes") and bad != 0
     for outcomes in others:
         for kind, _, named, numbers in outcomes[1:]:
             if kind == "ok":  # the other one had sent all its messages before it failed
-                assert numbers == [total] and place in ("divide", "put_back")
+                assert numbers == [total] and (along or place in ("divide", "put_back"))
             elif named:
                 assert (kind == "PeerError" and bad in named) or way == "messages"
         assert outcomes[2][0] == "PeerError"
