@@ -12,6 +12,7 @@ from functools import partial
 from hashlib import blake2b
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -829,7 +830,8 @@ def test_ranks_in_a_circle_name_the_one_that_has_stopped_and_nobody_itself(way):
         pids = ranks.all_gather(torch.tensor(os.getpid()), group).tolist()
         if rank == 0:  # in its sleep: it waits for rank 3
             threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGSTOP]).start()
-        time.sleep(0.6 * (rank == 3))
+        while rank == 3 and psutil.Process(pids[0]).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.05)
         numbers = torch.ones(8)
         outcome = attempt(ranks.allreduce, numbers, ring, group=group, check=False, timeout=1)
         if rank == 1:
