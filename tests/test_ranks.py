@@ -593,7 +593,7 @@ def test_a_tensor_refused_on_one_rank_is_an_error_on_all(fault):
             tensor = (
                 tensor.requires_grad_() if fault == "requires grad" else torch.ones(1).expand(3)
             )
-        return attempt(ranks.allreduce, tensor, timeout=0.4)
+        return attempt(ranks.allreduce, tensor, timeout=5)
 
     for kind, text, *_ in launch(check, 2, fault):
         assert kind in ("ValueError", "MismatchError"), text
@@ -604,7 +604,7 @@ def test_schedules_of_one_name_that_differ():
         def mine(k):
             return ring(k) if rank else star(k)
 
-        return attempt(ranks.allreduce, torch.ones(6), mine, timeout=0.4)
+        return attempt(ranks.allreduce, torch.ones(6), mine, timeout=5)
 
     assert [kind for kind, *_ in launch(check, 2)] == ["MismatchError"] * 2
 
@@ -634,7 +634,7 @@ def test_missing_ranks_are_named_by_all_others(missing, way):
         if rank in missing:  # it has returned, but stays connected
             return None
         first = attempt(ranks.allreduce, torch.ones(4), group=group, timeout=0.5)
-        return first, attempt(ranks.allreduce, torch.ones(4), group=group, timeout=1)
+        return first, attempt(ranks.allreduce, torch.ones(4), group=group, timeout=20)
 
     for rank, outcome in enumerate(launch(check, 4, way, missing)):
         if rank in missing:
@@ -644,7 +644,7 @@ def test_missing_ranks_are_named_by_all_others(missing, way):
         assert kind == "PeerError" and named == missing
         assert ("rank 2 " if len(missing) == 1 else "ranks 1, 3 ") in text
         assert 0.4 < seconds < 0.5 + SOON
-        assert again[0] == "PeerError" and again[3] < 0.3
+        assert again[0] == "PeerError" and again[3] < SOON
         assert "of no more use" in again[1] and text in again[1]
 
 
@@ -696,8 +696,8 @@ def test_a_dead_rank_is_named_at_once(when, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "timeouts",
     [
-        (0.7, 0.5, 0.3),
-        pytest.param((0.3, 0.5, 0.7)),
+        (1.1, 0.9, 0.7),
+        (0.7, 0.9, 1.1),
     ],
     ids=["neighbour gives up last", "neighbour gives up first"],
 )
@@ -720,23 +720,22 @@ def test_the_timeout_holds_for_the_first_call_in_a_group():
         group = dist.new_group()
         return attempt(ranks.barrier, group, timeout=0.3) if rank else None
 
-    _, (kind, _, named, seconds) = launch(check, 2, timeout=2)
+    _, (kind, _, named, seconds) = launch(check, 2, timeout=20)
     assert (kind, named) == ("PeerError", (0,))
-    assert seconds < 1.5  # and not 1.8
+    assert seconds < SOON  # and not 18
 
 
 def test_messages_have_the_timeout_that_they_are_given():
     def check(rank, k):
         ranks.use_messages(timeout=0.3)
         if rank == 1:
-            time.sleep(1.5)
             return None
         group = dist.new_group([0])
         ranks.barrier(group)
         outcome = attempt(ranks.barrier)
-        return outcome[0], outcome[-1] < 1.2, ranks.member_of(group, None)[1]
+        return outcome[0], outcome[-1] < SOON, ranks.member_of(group, None)[1]
 
-    assert launch(check, 2)[0] == ("PeerError", True, 0.3)
+    assert launch(check, 2, timeout=20)[0] == ("PeerError", True, 0.3)
 
 
 def test_all_missing_are_named_although_a_lane_is_full():
