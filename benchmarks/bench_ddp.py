@@ -5,9 +5,8 @@ two more batches than the one before.
 """
 
 from functools import partial
-from statistics import median
 
-from timing import print_goal, print_machine, ratio, slowest_rank
+from timing import AGAIN, print_machine, print_ratios, ratio, slowest_rank
 
 from d2lpar import launch
 
@@ -62,7 +61,7 @@ def measure(rank: int, world_size: int, name: str, rounds: int) -> dict:
     slow_naive.register_comm_hook(ThreadPoolExecutor(1), over_slow_link)
     models = {
         "torch": DistributedDataParallel(make()),
-        "torch again": DistributedDataParallel(make()),
+        AGAIN: DistributedDataParallel(make()),
         "ours": d2lpar.DistributedDataParallel(make()),
         "slow link, one bucket": slow_naive,
         "slow link, overlapped": slow,
@@ -90,7 +89,7 @@ def measure_join(rank: int, world_size: int, way: str, rounds: int) -> dict:
         d2lpar.ranks.use_messages(group)
     models = {
         "torch": DistributedDataParallel(make()),
-        "torch again": DistributedDataParallel(make()),
+        AGAIN: DistributedDataParallel(make()),
         "ours": d2lpar.DistributedDataParallel(make(), process_group=group),
     }
 
@@ -107,21 +106,13 @@ def main():
     for k in (2, 4):
         for name, goal in GOALS.items():
             seconds = launch(measure, k, name, 15 if name.startswith("25") else 60, timeout=400)[0]
-            print_seconds(f"A step, {name}, {k} ranks", seconds, goal)
+            print_ratios(f"A step, {name}, {k} ranks", seconds, "torch", {"ours": goal})
             gain = ratio(seconds["slow link, overlapped"], seconds["slow link, one bucket"])
-            print(f"  overlapped : one bucket = {gain[1]:.2f} ({gain[0]:.2f} to {gain[2]:.2f})")
+            print(f"overlapped : one bucket = {gain[1]:.2f} ({gain[0]:.2f} to {gain[2]:.2f})")
         for way, goal in JOIN_GOALS.items():
             seconds = launch(measure_join, k, way, 20, timeout=400)[0]
-            print_seconds(f"A loop in join over {way}, 60 small layers, {k} ranks", seconds, goal)
-
-
-def print_seconds(title: str, seconds: dict, goal: float) -> None:
-    """Print medians, and whether ours to torch's reaches its goal."""
-    print(f"\n{title}")
-    for contender, times in seconds.items():
-        print(f"  {contender:22} {1e3 * median(times):8.2f} ms")
-    again = ratio(seconds["torch again"], seconds["torch"])[1]
-    print_goal(f"{title}: ours : torch", ratio(seconds["ours"], seconds["torch"]), goal, again)
+            title = f"A loop in join over {way}, 60 small layers, {k} ranks"
+            print_ratios(title, seconds, "torch", {"ours": goal})
 
 
 if __name__ == "__main__":

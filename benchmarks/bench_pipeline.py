@@ -6,9 +6,10 @@ core stands for a device here, so every rank computes with one thread; one conte
 split has two, and thereby both cores of a machine that has two.
 """
 
+from functools import partial
 from statistics import median
 
-from timing import print_goal, print_machine, ratio
+from timing import print_goal, print_machine, ratio, slowest_rank
 
 from d2lpar import launch
 
@@ -18,9 +19,6 @@ GOAL = 1.5
 
 def measure(rank: int, world_size: int, num_microbatches: int, rounds: int) -> dict:
     """Return for each contender the seconds of each round, the slowest rank's."""
-    import random
-    import time
-
     import torch
     from torch import nn
 
@@ -34,7 +32,7 @@ def measure(rank: int, world_size: int, num_microbatches: int, rounds: int) -> d
     schedules = {
         "plain split": (sequential, 1),
         "plain split again": (sequential, 1),
-        "plain split, 2 threads a rank": (sequential, 1),
+        "plain split, 2 threads per rank": (sequential, 1),
         "micro-batches, sequential": (sequential, num_microbatches),
         "GPipe": (gpipe, num_microbatches),
         "1F1B": (one_f_one_b, num_microbatches),
@@ -46,22 +44,13 @@ def measure(rank: int, world_size: int, num_microbatches: int, rounds: int) -> d
         )
         for name, (schedule, m) in schedules.items()
     }
-    seconds = {name: [] for name in pipelines}
-    turns = list(pipelines.items())
-    for i in range(rounds + 3):
-        random.Random(i).shuffle(turns)  # alike on both ranks
-        for name, pipeline in turns:
-            torch.set_num_threads(2 if "2 threads" in name else 1)
-            d2lpar.ranks.barrier()
-            begin = time.perf_counter()
-            pipeline.forward_backward(X, X)
-            for param in stage.parameters():
-                param.grad = None
-            if i >= 3:
-                seconds[name].append(time.perf_counter() - begin)
-    times = torch.tensor([list(seconds.values())], dtype=torch.float64)
-    slowest = d2lpar.ranks.all_gather(times).amax(dim=0)
-    return dict(zip(seconds, slowest.tolist(), strict=True))
+
+    def step(name):
+        torch.set_num_threads(2 if "2 threads" in name else 1)
+        pipelines[name].forward_backward(X, X)
+        stage.zero_grad()
+
+    return slowest_rank({name: partial(step, name) for name in pipelines}, rounds)
 
 
 def main():

@@ -1,16 +1,16 @@
 """What ``splits`` predicts for two ranks on this machine, beside what is measured.
 
-Every split trains the same network on the same batch, with one thread a rank. A speed-up is against
-one process of the same run, which trains the whole network.
+Every split trains the same network on the same batch, with one thread per rank. A speed-up is
+against one process of the same run, which trains the whole network.
 """
 
 from statistics import median
 
-from timing import print_machine, quartiles
+from timing import print_machine, quartiles, slowest_rank
 
 from d2lpar import launch
 
-ROUNDS, WARM_UP, MICROBATCHES = 20, 3, 8
+ROUNDS, MICROBATCHES = 20, 8
 
 
 def networks() -> dict:
@@ -62,23 +62,14 @@ def step_of(split: str, name: str):
 
 
 def measure(rank: int, world_size: int, split: str, name: str) -> list[float]:
-    """Return the seconds of each round, on this rank."""
-    import time
+    """Return the seconds of each round, the slowest rank's."""
+    module, gradients = step_of(split, name)
 
-    from d2lpar import ranks
+    def step():
+        gradients()
+        module.zero_grad()
 
-    module, step = step_of(split, name)
-    seconds = []
-    for i in range(WARM_UP + ROUNDS):
-        ranks.barrier()
-        begin = time.perf_counter()
-        step()
-        ranks.barrier()
-        if i >= WARM_UP:
-            seconds.append(time.perf_counter() - begin)
-        for param in module.parameters():
-            param.grad = None
-    return seconds
+    return slowest_rank({split: step}, ROUNDS)[split]
 
 
 def machine():
