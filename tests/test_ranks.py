@@ -234,16 +234,8 @@ STRIDED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("way", "layouts"),
-    [
-        ("lanes", LAYOUTS),
-        ("lanes", STRIDED),
-        ("messages", LAYOUTS),
-        pytest.param("messages", STRIDED),
-    ],
-    ids=lambda p: p if isinstance(p, str) else ("strided" if p is STRIDED else "layouts"),
-)
+@both
+@pytest.mark.parametrize("layouts", [LAYOUTS, STRIDED], ids=["layouts", "strided"])
 def test_any_layout_is_right_and_its_neighbours_stay(way, layouts):
     def check(rank, k, way, layouts):
         group = group_for(way)
@@ -277,10 +269,7 @@ def test_any_layout_is_right_and_its_neighbours_stay(way, layouts):
     nobody_complains(launch(check, 3, way, layouts, timeout=20))
 
 
-@pytest.mark.parametrize(
-    "way",
-    ["lanes", pytest.param("messages")],
-)
+@both
 def test_lazily_conjugated_numbers(way):
     def check(rank, k, way):
         group = group_for(way)
@@ -1029,15 +1018,7 @@ def test_a_schedule_may_yield_its_steps(way):
     assert launch(check, 3, way) == [[3.0 * i + 3 for i in range(6)]] * 3
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        pytest.param(0),
-        pytest.param(""),
-        pytest.param([ring]),
-        "ring",
-    ],
-)
+@pytest.mark.parametrize("schedule", [0, "", [ring], "ring"])
 def test_a_schedule_that_is_no_function(schedule):
     def check(rank, k, schedule):
         return attempt(ranks.allreduce, torch.ones(2), schedule)[:2]
