@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from d2lpar import ChunkedLoss, DataParallel, choose_devices, parallel_apply, replicate, scatter
-from d2lpar.memory import peak_memory
 from d2lpar.network import LeNet
+from d2lpar.study.memory import peak_memory
 
 GOALS = {1: 1.05, 2: 1.15, 4: 1.15}  # of LeNet's step, to that of the plain module
 POSITIONS, WIDTH, CLASSES = 2048, 64, 8000  # of the chunked loss: the logits take 66 MB

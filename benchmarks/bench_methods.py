@@ -6,7 +6,8 @@ in turn; then eight GPUs, predicted from one and beside what NVIDIA has publishe
 
 from timing import print_machine, quartiles
 
-from d2lpar import launch, methods
+from d2lpar import launch
+from d2lpar.study import methods
 
 ROWS, STEPS, RANKS = 256, 10, 2
 CONTROLS = {("one device", "again"): "one device", ("each rank", "alone"): methods.EACH}

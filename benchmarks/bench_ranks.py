@@ -18,8 +18,15 @@ from timing import (
 )
 
 from d2lpar import launch
-from d2lpar.ranks import choose
-from d2lpar.schedules import direct, halving_doubling, recursive_doubling, ring, star, tree
+from d2lpar.collectives.schedules import (
+    direct,
+    halving_doubling,
+    recursive_doubling,
+    ring,
+    star,
+    tree,
+)
+from d2lpar.ranks.collectives import choose
 
 SIZES = [10**3 * 4**i for i in range(8)] + [64 * 10**6]  # 1 kB to 64 MB
 SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)

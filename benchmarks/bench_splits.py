@@ -20,7 +20,7 @@ def networks() -> dict:
 
     from d2lpar import init_params
     from d2lpar.models import Copy, Sum, lenet_layers
-    from d2lpar.tensor_parallel import TensorParallelLeNet, TensorParallelMLP
+    from d2lpar.tensor_parallel.layers import TensorParallelLeNet, TensorParallelMLP
 
     def mlp():
         return nn.Sequential(Copy(), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512), Sum())
@@ -45,7 +45,7 @@ def step_of(split: str, name: str):
     from torch import nn
 
     import d2lpar
-    from d2lpar.splits import profile
+    from d2lpar.study.splits import profile
 
     make, make_tensor_split, X = networks()[name]
     k, rank = dist.get_world_size(), dist.get_rank()
@@ -74,7 +74,7 @@ def measure(rank: int, world_size: int, split: str, name: str) -> list[float]:
 
 def machine():
     """Measure a core's speed and the messages between two ranks."""
-    from d2lpar.splits import Machine
+    from d2lpar.study.splits import Machine
 
     alpha, long = (launch(allreduce_seconds, 2, numel)[0] for numel in (1, 2**20))
     return Machine("loopback", launch(core_flops, 1)[0], alpha, (long - alpha) / 2**22)
@@ -102,7 +102,7 @@ def core_flops(rank: int, world_size: int) -> float:
 
 
 def main():
-    from d2lpar.splits import SPLITS, cost_of, profile
+    from d2lpar.study.splits import SPLITS, cost_of, profile
 
     here = machine()
     print_machine()

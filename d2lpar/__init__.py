@@ -1,46 +1,61 @@
 """d2lpar: how deep networks are trained on many devices, every part built by hand on torch.
 
-The notebooks of this repository build what stands here; each file is one concept.
+Each room is one subject, from the ground up: ``collectives``, ``ranks``, ``data_parallel``,
+``mixed_precision``, ``pipeline``, ``tensor_parallel``, ``study``, ``plot``. A room, and each of the
+names below, is loaded when it is first used.
 """
 
-from . import ranks
-from .batch_norm import SyncBatchNorm
-from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from .chunks import ChunkedLoss
-from .collectives import (
-    all_gather,
-    allreduce,
-    broadcast,
-    naive_allreduce,
-    reduce_scatter,
-    ring_allreduce,
-)
-from .data import DataError, load_data_fashion_mnist, read_idx
-from .data_parallel import DataParallel, DataParallelModel, parallel_apply, replicate
-from .ddp import DistributedDataParallel, NaiveDistributedDataParallel
-from .devices import Ledger, choose_devices, count_bytes, move, try_all_gpus, try_gpu
-from .distributed_pipeline import DistributedPipeline
-from .launcher import RankError, launch
-from .mixed_precision import GradScaler, autocast, initialize
-from .network import init_params, lenet, loss, sgd
-from .parallel_loss import DataParallelCriterion
-from .partition import cut
-from .pipeline import Pipeline, SplitModel
-from .pipeline_schedules import Action, gpipe, one_f_one_b, sequential
-from .ranks import MismatchError, PeerError
-from .sampler import DistributedSampler
-from .scattering import gather, scatter
-from .schedules import Move, direct, halving_doubling, recursive_doubling, ring, star, tree
-from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from .training import (
-    History,
-    accuracy,
-    get_params,
-    print_progress,
-    split_batch,
-    train,
-    train_batch,
-)
-from .vocab_parallel import vocab_parallel_cross_entropy
+from importlib import import_module
 
 __version__ = "0.1.0"
+
+# Where a name of d2lpar lives. Those of __all__ come first, then names of the first edition.
+_NAMES = (
+    ("training", "train"),
+    ("data", "load_data_fashion_mnist"),
+    ("devices", "count_bytes try_all_gpus try_gpu"),
+    ("ranks", "launch"),
+    ("data_parallel", "DataParallel DataParallelCriterion DataParallelModel ChunkedLoss"),
+    ("data_parallel", "DistributedDataParallel DistributedSampler SyncBatchNorm"),
+    ("mixed_precision", "GradScaler autocast"),
+    ("pipeline", "DistributedPipeline Pipeline cut"),
+    ("tensor_parallel", "ColumnParallelLinear RowParallelLinear"),
+)
+_EARLIER_NAMES = (
+    ("devices", "Ledger choose_devices move"),
+    ("data", "DataError read_idx"),
+    ("network", "init_params lenet loss sgd"),
+    ("checkpoint", "CheckpointError load_checkpoint save_checkpoint"),
+    ("collectives", "Move direct halving_doubling recursive_doubling ring star tree"),
+    ("collectives", "all_gather allreduce broadcast naive_allreduce reduce_scatter ring_allreduce"),
+    ("ranks", "MismatchError PeerError RankError"),
+    ("data_parallel", "NaiveDistributedDataParallel gather parallel_apply replicate scatter"),
+    ("mixed_precision", "initialize"),
+    ("pipeline", "Action SplitModel gpipe one_f_one_b sequential"),
+    ("tensor_parallel", "vocab_parallel_cross_entropy"),
+    ("training", "History accuracy get_params print_progress split_batch train_batch"),
+)
+_ROOMS = (
+    "collectives",
+    "ranks",
+    "data_parallel",
+    "mixed_precision",
+    "pipeline",
+    "tensor_parallel",
+    "study",
+    "plot",
+)
+__all__ = [*_ROOMS, *(name for _, names in _NAMES for name in names.split())]
+
+
+def __getattr__(name: str):
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
+    for home, names in _NAMES + _EARLIER_NAMES:
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return [*__all__, "__version__"]

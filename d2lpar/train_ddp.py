@@ -31,9 +31,9 @@ from tqdm import tqdm
 from . import ranks
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .data import Minibatches, load_data_fashion_mnist
-from .ddp import DistributedDataParallel
+from .data_parallel.ddp import DistributedDataParallel
+from .data_parallel.sampler import DistributedSampler
 from .network import LeNet, loss, sgd
-from .sampler import DistributedSampler
 
 HOW = "start it with torchrun: torchrun --nproc_per_node=2 -m d2lpar.train_ddp"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .collectives import ring_allreduce
+from .collectives.lists import ring_allreduce
 from .data import Minibatches, load_data_fashion_mnist
 from .devices import as_device, check_devices, choose_devices, hardware, move
 from .network import init_params, lenet, loss, sgd

@@ -1,7 +1,12 @@
-"""What all tests share: GPU tests are skipped without a GPU, random tests are repeatable."""
+"""What all tests share.
+
+GPU tests are skipped without a GPU, random tests are repeatable, and functions of a file of tests
+travel to ranks by value.
+"""
 
 import sys
 
+import cloudpickle
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -29,6 +34,8 @@ def seeded():
 
 
 def pytest_collection_modifyitems(items):
+    for module in {item.module for item in items}:
+        cloudpickle.register_pickle_by_value(module)  # ranks cannot import a file of tests
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

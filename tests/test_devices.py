@@ -26,7 +26,7 @@ from d2lpar import (
 )
 from d2lpar.checkpoint import load_checkpoint
 from d2lpar.devices import as_device, describe, hardware, num_bytes
-from d2lpar.memory import peak_memory
+from d2lpar.study.memory import peak_memory
 
 
 def pretend_gpus(monkeypatch, count):

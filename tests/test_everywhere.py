@@ -75,7 +75,7 @@ def test_all_runs_are_made_and_one_that_fails_is_told(monkeypatch, capsys):
 
 
 def test_each_file_that_is_left_out_exists(monkeypatch):
-    assert "--ignore=tests/test_launcher.py" in everywhere.command([])
-    monkeypatch.setattr(everywhere, "LEFT_OUT", ("launcher", "gone"))
+    assert "--ignore=tests/ranks/test_launcher.py" in everywhere.command([])
+    monkeypatch.setattr(everywhere, "LEFT_OUT", ("plot", "test_gone.py"))
     with pytest.raises(FileNotFoundError, match=r"tests/test_gone\.py"):
         everywhere.command([])

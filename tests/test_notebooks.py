@@ -24,8 +24,8 @@ import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from d2lpar import launch
-from d2lpar.drawing import picture
-from d2lpar.schedules import recursive_doubling
+from d2lpar.collectives.schedules import recursive_doubling
+from d2lpar.plot.drawing import picture
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -226,7 +226,8 @@ def test_the_executor_between_ranks_of_notebook_03_takes_exchanges_too():
     nb = nbformat.read(ROOT / "notebooks" / "03_allreduce.ipynb", as_version=4)
     [cell] = [c.source for c in code(nb) if c.source.startswith("def run_my_moves")]
     imports = "import torch, torch.distributed as dist\nfrom itertools import accumulate\n"
-    imports += "from d2lpar.collectives import part_of\nfrom d2lpar.schedules import num_chunks\n"
+    imports += "from d2lpar.collectives import num_chunks\n"
+    imports += "from d2lpar.collectives.lists import part_of\n"
     exec(imports + cell, names := {"__name__": "__main__"})
     run_my_moves = names["run_my_moves"]
 
@@ -321,8 +322,8 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_figures, output(figure(picture('<text x="99" y="9">W</text>', 100, 50, "W").svg))),
     (check_reprs, output(figure(text="<Figure size 640x480 with 1 Axes>"))),
     (check_reprs, output(shown("[<matplotlib.lines.Line2D at 0x7f3a>]"))),
-    (check_saved_cells, source("#@save d2lpar.schedules\ndef ring(k): ...")),
-    (check_saved_cells, source("#@save d2lpar.schedules\ndef rung(k): ...")),
+    (check_saved_cells, source("#@save d2lpar.collectives.schedules\ndef ring(k): ...")),
+    (check_saved_cells, source("#@save d2lpar.collectives.schedules\ndef rung(k): ...")),
     (check_saved_cells, source("#@save d2lpar.nothing\ndef ring(k): ...")),
     (check_format, source("x=1")),
 ]
@@ -452,6 +453,44 @@ def test_saved_cells_are_formatted_as_ruff_does(package):
 def test_saved_cell_errors_name_both(package, cell, complaint):
     with pytest.raises(ValueError, match=re.escape(complaint)):
         saved_cells.rewrite(new_notebook(cells=[new_code_cell(cell)]), package)
+
+
+GUARDED = '''
+class Box:
+    """A box."""
+
+    @checked(
+        check_box,
+    )
+    def __init__(self, size):
+        """Make it.
+
+        Raises ValueError.
+        """
+        self.size = size
+
+    @property
+    @checked(check_area)
+    def area(self):
+        return self.size**2
+
+
+@checked(check_double)
+def double(x):
+    return 2 * x
+'''
+
+
+def test_saved_cell_shows_no_guards(package):
+    (package / "boxes.py").write_text(GUARDED)
+    box = saved_cells.expected("#@save d2lpar.boxes\nclass Box: ...", package)
+    assert box.endswith(
+        '    """A box."""\n\n    def __init__(self, size):\n        """Make it."""\n'
+        "        self.size = size\n\n    @property\n    def area(self):\n"
+        "        return self.size**2"
+    )
+    double = saved_cells.expected("#@save d2lpar.boxes\ndef double(): ...", package)
+    assert double == "#@save d2lpar.boxes\ndef double(x):\n    return 2 * x"
 
 
 def test_saved_docstring_that_would_be_too_long(package):

@@ -2,11 +2,11 @@
 
     python tools/saved_cells.py         rewrites the cells that differ, and names them
 
-A cell whose first line is ``#@save d2lpar.<file>``, or ``#@save d2lpar.<room>.<file>``, holds one
+A cell whose first line is ``#@save d2lpar.<room>.<file>``, or ``#@save d2lpar.<file>``, holds one
 or more whole functions or classes of that file, as they stand there, with docstrings cut to their
-first line. The module is the authority. To show a function in a new cell, write the first line and
-``def its_name(): ...``, and run the command. It also formats the notebooks: ruff by itself would
-respell the mark.
+first line and without their ``@checked`` lines. The module is the authority. To show a function in
+a new cell, write the first line and ``def its_name(): ...``, and run the command. It also formats
+the notebooks: ruff by itself would respell the mark.
 """
 
 import ast
@@ -56,7 +56,7 @@ def expected(source: str, package: Path) -> str | None:
 
 
 def definition(package: Path, place: str, name: str) -> str:
-    """Return a top-level function's or class's source, docstrings cut to their first line."""
+    """Return a top-level function's or class's source, docstrings cut, guards gone."""
     text = (package / place).read_text(encoding="utf-8")
     lines = text.splitlines()
     top = [n for n in ast.parse(text).body if isinstance(n, NAMED) and n.name == name]
@@ -64,12 +64,13 @@ def definition(package: Path, place: str, name: str) -> str:
         raise ValueError(f"d2lpar/{place} has no function or class {name}")
     node = top[-1]
     first = min([node.lineno] + [d.lineno for d in node.decorator_list])
-    docstrings = [d for d in map(_docstring, ast.walk(node)) if d]
-    for doc in sorted(docstrings, key=lambda d: -d.lineno):  # from below: line numbers stay true
-        if doc.end_lineno > doc.lineno:
-            lines[doc.lineno - 1 : doc.end_lineno] = [_cut(lines[doc.lineno - 1], place)]
-            node.end_lineno -= doc.end_lineno - doc.lineno
-    return "\n".join(lines[first - 1 : node.end_lineno])
+    last = node.end_lineno
+    edits = [(d, [_cut(lines[d.lineno - 1], place)]) for d in _long_docstrings(node)]
+    edits += [(guard, []) for guard in _guards(node)]
+    for old, new in sorted(edits, key=lambda edit: -edit[0].lineno):  # from below
+        lines[old.lineno - 1 : old.end_lineno] = new
+        last -= old.end_lineno - old.lineno + 1 - len(new)
+    return "\n".join(lines[first - 1 : last])
 
 
 def check(nb: NotebookNode, package: Path) -> list[str]:
@@ -102,10 +103,15 @@ def _differences(nb: NotebookNode, package: Path):
             yield cell, text, f"code cell {number} ({mark}) differs from the module"
 
 
-def _docstring(node: ast.AST) -> ast.Expr | None:
-    if isinstance(node, NAMED) and ast.get_docstring(node) is not None:
-        return node.body[0]
-    return None
+def _long_docstrings(node: ast.AST) -> list[ast.Expr]:
+    named = [n for n in ast.walk(node) if isinstance(n, NAMED) and ast.get_docstring(n) is not None]
+    return [n.body[0] for n in named if n.body[0].end_lineno > n.body[0].lineno]
+
+
+def _guards(node: ast.AST) -> list[ast.expr]:
+    """Return the ``@checked(...)`` decorators of a definition and of those inside it."""
+    decorators = [d for n in ast.walk(node) for d in getattr(n, "decorator_list", [])]
+    return [d for d in decorators if ast.unparse(d).startswith("checked(")]
 
 
 def _cut(line: str, place: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..scattering import parts_of, rebuild, tensors_of
+from ..data_parallel.scattering import parts_of, rebuild, tensors_of
 
 LOW_DTYPES = torch.float16, torch.bfloat16
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from ..data_parallel import DataParallel, DataParallelModel
-from ..ddp import DistributedDataParallel
-from ..scattering import parts_of, rebuild, tensors_of
+from ..data_parallel.ddp import DistributedDataParallel
+from ..data_parallel.replicas import DataParallel, DataParallelModel
+from ..data_parallel.scattering import parts_of, rebuild, tensors_of
 from .casting import LOW_DTYPES, autocast
 from .grad_scaler import GradScaler
 

@@ -1,8 +1,5 @@
 """GradScaler: the same scales and weights as torch.amp.GradScaler, whatever overflows when."""
 
-import sys
-
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from d2lpar.launcher import launch
 from d2lpar.mixed_precision import GradScaler
+from d2lpar.ranks.launcher import launch
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 INF, NAN = float("inf"), float("nan")
 TORCHS = torch.amp.GradScaler
 

@@ -1,21 +1,18 @@
 """Opt levels: which casts each makes, master weights, and what resumes from a checkpoint."""
 
 import copy
-import sys
 from collections import OrderedDict, namedtuple
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from d2lpar import DataParallel, DistributedDataParallel, load_checkpoint, save_checkpoint
-from d2lpar.launcher import launch
 from d2lpar.mixed_precision import GradScaler, MasterWeights, autocast, initialize
 from d2lpar.mixed_precision.opt_levels import LEVELS
+from d2lpar.ranks.launcher import launch
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LOW = torch.float16
 
 

@@ -1,17 +1,13 @@
 """Division before and after a sum in float16."""
 
-import sys
-
-import cloudpickle
 import pytest
 import torch
 from torch import nn
 
 from d2lpar import DistributedDataParallel
-from d2lpar.launcher import launch
 from d2lpar.mixed_precision import predivide
+from d2lpar.ranks.launcher import launch
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 TORCHS = nn.parallel.DistributedDataParallel
 
 

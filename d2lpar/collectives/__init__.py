@@ -1,0 +1,25 @@
+"""Collectives in one process: a list of tensors, one per participant, and a schedule.
+
+A schedule is data: the steps, and in each step who sends which chunk to whom. Read ``schedules``
+first, then ``lists``, which runs a schedule on tensors, and ``cost``, which follows it with a
+clock. ``checks`` says which tensors a collective refuses.
+"""
+
+from .checks import check_tensor, check_tensors
+from .cost import Cost, closed_form, link_bytes, walk
+from .lists import all_gather, allreduce, broadcast, naive_allreduce, reduce_scatter, ring_allreduce
+from .schedules import (
+    Move,
+    Schedule,
+    check_steps,
+    direct,
+    halving_doubling,
+    holdings,
+    num_chunks,
+    recursive_doubling,
+    ring,
+    star,
+    tree,
+    tree_broadcast,
+    verify_allreduce,
+)

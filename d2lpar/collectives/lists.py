@@ -1,0 +1,230 @@
+"""Run a schedule on a list of tensors, one per device: allreduce, broadcast, and their parts.
+
+Everything here happens in one process, in place, the way the book writes ``allreduce(data)``. The
+schedule says who sends what to whom; ``run_schedule`` does just that, step by step. Messages
+between positions that share a memory need no copy: the receiver reads the sender's tensor, unless
+the same step writes to it.
+Notebooks 02 and 03 build this file.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
+
+import torch
+
+from ..devices import move
+from .checks import check_alike, check_memory, check_tensors
+from .schedules import (
+    Schedule,
+    checked_steps,
+    num_chunks,
+    ring,
+    sent_and_written,
+    star,
+    tree_broadcast,
+)
+
+OPS = ("sum", "mean", "max", "min", "product")
+
+
+def naive_allreduce(data: Sequence[torch.Tensor]) -> None:
+    """Sum in place, the book's way: add all to ``data[0]``, then copy ``data[0]`` to all.
+
+    ``data`` holds one tensor per device, all of one shape and dtype. See ``allreduce``.
+    """
+    allreduce(data, star)
+
+
+def ring_allreduce(data: Sequence[torch.Tensor]) -> None:
+    """Sum in place, one chunk at a time around a ring: no position sends more than its share.
+
+    ``data`` holds one tensor per device, all of one shape and dtype. See ``allreduce``.
+    """
+    allreduce(data, ring)
+
+
+def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str = "sum") -> None:
+    """Reduce in place: afterwards every tensor of ``data`` holds the reduction of all of them.
+
+    The sum, mean, max or min of finite numbers is equal to the last bit, on all devices and in
+    every run. float16 and bfloat16 (and narrower ones) travel and are reduced as float32, and are
+    rounded once, at the end.
+
+    Args:
+        data: one tensor per device, all of one shape and dtype, contiguous or not.
+        schedule: a function k -> steps, such as ``star``, ``ring`` or ``tree``.
+        op: "sum", "mean", "max", "min" or "product".
+
+    Raises:
+        ValueError: ``data`` is empty; two of its tensors differ in shape or dtype, are the same or
+            share memory; one requires gradients outside ``no_grad``; ``op`` is unknown, or not
+            defined for the dtype (the mean of integers); or see ``schedules.check_steps``.
+        TypeError: ``data`` is no list of tensors, or ``schedule`` no function.
+    """
+    _check(data, op)
+    if not callable(schedule):
+        raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
+    steps = checked_steps(schedule, len(data))
+    flats = [flatten(tensor, widen=True) for tensor in data]
+    bounds = bounds_of(flats[0].tensor_split(num_chunks(steps)))
+    run_schedule(steps, flats, bounds, op)
+    divide(flats, op, len(data))
+    put_back(data, flats)
+
+
+def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
+    """Reduce in place, and leave each device its part: return the shards, shard r on device r.
+
+    This is the first half of the ring. Shard r is ``data[r].tensor_split(len(data))[r]``, rows of
+    dimension 0, now reduced; the other rows of ``data[r]`` are left with partial results. A tensor
+    without a dimension counts as one row. Raises what ``allreduce`` raises.
+    """
+    _check(data, op)
+    k = len(data)
+    flats = [flatten(tensor, widen=True) for tensor in data]
+    bounds = bounds_of(torch.atleast_1d(data[0]).tensor_split(k))
+    run_schedule(ring(k)[: k - 1], flats, bounds, op)
+    divide([part_of(flat, r, bounds) for r, flat in enumerate(flats)], op, k)
+    put_back(data, flats)
+    return [torch.atleast_1d(tensor.detach()).tensor_split(k)[r] for r, tensor in enumerate(data)]
+
+
+def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return, for each device, all ``shards`` joined along dimension 0: a new tensor on each.
+
+    This is the second half of the ring. The shards may differ in their number of rows; one without
+    a dimension counts as a row. Raises what ``allreduce`` raises.
+    """
+    check_tensors(shards)
+    shards = [torch.atleast_1d(shard.detach()) for shard in shards]
+    check_alike([tuple(shard.shape[1:]) for shard in shards], "rows of shape")
+    bounds = bounds_of(shards)
+    flats = [shard.new_empty(bounds[-1]) for shard in shards]
+    for r, shard in enumerate(shards):
+        part_of(flats[r], r, bounds).copy_(shard.reshape(-1))
+    k = len(shards)
+    run_schedule(ring(k)[k - 1 :], flats, bounds)
+    num_rows = sum(len(shard) for shard in shards)
+    return [flat.reshape(num_rows, *shards[0].shape[1:]) for flat in flats]
+
+
+def broadcast(data: Sequence[torch.Tensor], src: int = 0) -> None:
+    """Copy ``data[src]`` in place into every other tensor of ``data``, down a binomial tree.
+
+    Raises what ``allreduce`` raises, and ValueError for a ``src`` that is no position.
+    """
+    _check(data)
+    if not isinstance(src, int) or not 0 <= src < len(data):
+        raise ValueError(f"src is {src!r}, but the positions are 0 to {len(data) - 1}")
+    flats = [flatten(tensor, widen=False) for tensor in data]
+    run_schedule(tree_broadcast(len(data), src), flats)
+    put_back(data, flats)
+
+
+@torch.no_grad()
+def run_schedule(
+    steps, flats: list[torch.Tensor], bounds: Sequence[int] = (), op: str = "sum"
+) -> None:
+    """Run all ``steps`` in place on the flat tensors: chunk c is bounds[c] to bounds[c + 1]."""
+    part = cache(lambda r, chunk: part_of(flats[r], chunk, bounds))  # each view is made once
+    n = num_chunks(steps)
+    for step in steps:
+        messages, overlaps = [], sent_and_written(step, n)
+        for m in step:  # take all messages before writing any
+            message = move(part(m.src, m.chunk), flats[m.dst].device, m.src, m.dst)
+            messages.append(message.clone() if overlaps else message)
+        for m, message in zip(step, messages, strict=True):
+            if m.reduce:
+                reducer(op, m.src < m.dst)(part(m.dst, m.chunk), message)
+            else:
+                part(m.dst, m.chunk).copy_(message)
+
+
+def reducer(op: str, message_first: bool = False) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return the function that reduces its second tensor, a message, into its first.
+
+    The first operand is the lower participant's tensor, so that two that exchange a chunk compute
+    the same bits. The order shows only in the sign of a zero (max, min) or of NaN.
+    """
+    function = {
+        "sum": torch.add,
+        "mean": torch.add,  # and in the end divide
+        "product": torch.mul,
+        "max": torch.maximum,
+        "min": torch.minimum,
+    }[op]
+    if message_first:
+        return lambda mine, message: function(message, mine, out=mine)
+    return lambda mine, message: function(mine, message, out=mine)
+
+
+def part_of(flat: torch.Tensor, chunk: int | range | None, bounds: Sequence[int]) -> torch.Tensor:
+    """Return the elements of a chunk, of a range of chunks, or all of them: always a view."""
+    if chunk is None:
+        return flat
+    if isinstance(chunk, range):
+        return flat[bounds[chunk[0]] : bounds[chunk[-1] + 1]]
+    return flat[bounds[chunk] : bounds[chunk + 1]]
+
+
+def bounds_of(parts: Sequence[torch.Tensor]) -> list[int]:
+    """Return where each part begins in the flat whole, in elements, and where the last one ends."""
+    return [0, *accumulate(part.numel() for part in parts)]
+
+
+def flatten(tensor: torch.Tensor, widen: bool) -> torch.Tensor:
+    """Return the elements in one dimension: a view where the layout allows it, else a copy."""
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    if flat.dim() != 1:  # what needs no view has none: for a small message each costs time
+        flat = flat.reshape(-1)
+    return flat.float() if widen and is_low_precision(tensor.dtype) else flat
+
+
+def is_low_precision(dtype: torch.dtype) -> bool:
+    """Tell whether to add numbers of ``dtype`` as float32, and to round them only at the end."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def divide(flats: Sequence[torch.Tensor], op: str, k: int) -> None:
+    """Divide the sum of ``k`` in place where the mean was asked for."""
+    if op == "mean":
+        for flat in flats:
+            flat.div_(k)
+
+
+def put_back(data: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
+    """Copy the results into those tensors of ``data`` that the flat ones are copies of."""
+    for tensor, flat in zip(data, flats, strict=True):
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.reshape(tensor.shape))
+
+
+def _check(data: Sequence[torch.Tensor], op: str = "sum") -> None:
+    """Refuse what would give a wrong result or lose a tensor, naming positions and both values."""
+    check_tensors(data)
+    check_alike([tuple(tensor.shape) for tensor in data], "shape")
+    check_op(op, data[0].dtype)
+    check_memory(data)
+
+
+def check_op(op: str, dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``op`` is known and defined for ``dtype``."""
+    if op not in OPS:
+        raise ValueError(f"op is {op!r}, which is none of {', '.join(OPS)}")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"the mean of {dtype} is no {dtype}: take the sum, or convert to float")
+    if op in ("max", "min") and dtype.is_complex:
+        raise ValueError(f"{op} is not defined for {dtype}: complex numbers have no order")
+    if not _can_reduce(op, torch.float32 if is_low_precision(dtype) else dtype):
+        raise ValueError(f"torch has no {op} of {dtype}: convert to another dtype")
+
+
+@cache
+def _can_reduce(op: str, dtype: torch.dtype) -> bool:
+    nothing = torch.empty(0, dtype=dtype)
+    try:
+        reducer(op)(nothing, nothing)
+    except RuntimeError:  # of which NotImplementedError is a kind
+        return False
+    return True

@@ -1,0 +1,20 @@
+"""Data parallelism: a replica of the module on every device or rank, and a part of each batch.
+
+One process: ``scattering`` splits a batch and joins outputs, ``replicas`` copies a module and calls
+the copies in threads, ``loss`` and ``chunks`` compute the loss in parts. Many processes:
+``sampler`` deals out the examples, ``ddp`` averages gradients in backward, with ``ddp_arguments``
+to check, ``state_sharing`` to begin alike, ``reducer`` and ``buckets`` to send. ``batch_norm``
+takes its statistics over all ranks.
+"""
+
+from .batch_norm import SyncBatchNorm
+from .buckets import Bucket
+from .chunks import ChunkedLoss
+from .ddp import DistributedDataParallel, NaiveDistributedDataParallel
+from .ddp_arguments import check_module
+from .loss import DataParallelCriterion
+from .reducer import Reducer
+from .replicas import DataParallel, DataParallelModel, parallel_apply, replicate
+from .sampler import DistributedSampler
+from .scattering import gather, scatter
+from .state_sharing import share_state

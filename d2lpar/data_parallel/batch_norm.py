@@ -1,0 +1,142 @@
+"""Batch normalisation over the rows of all ranks.
+
+In data-parallel training each rank has a part of the batch, and BatchNorm takes the mean and the
+variance of that part: the network is no longer that of one device. ``SyncBatchNorm`` takes them of
+all ranks' rows, by two sums: one for the mean, one for the squares of what is left when the mean is
+subtracted. The mean of squares minus the square of the mean would need one, but loses its digits
+where the mean is large. Notebook 09 builds this file. Source: ``torch.nn.SyncBatchNorm``, which
+needs GPUs.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .. import ranks
+
+
+def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the sum of all ranks' ``x``; its gradient is the sum of theirs, since all use it."""
+    return _SumOverRanks.apply(x, group)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        total = x.clone()
+        ranks.allreduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _SumOverRanks.apply(grad, ctx.group), None
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm with the mean and variance over the rows of all ranks, which may differ in number.
+
+    Called with X (n, num_features, …), returns the same shape and dtype. In evaluation, on one
+    rank, and without a process group it is ``nn.BatchNorm``. In training all ranks call it equally
+    often: where one has fewer batches, give DistributedDataParallel's ``join`` its
+    ``throw_on_early_termination``. Inside DistributedDataParallel the gradients of weight and bias
+    are averaged like all others. Where ranks differ in their rows, weight each rank's loss by
+    rows · k / all rows, and not its gradients (``weight="rows"`` is refused): they contain the
+    other ranks' losses. Arguments are those of ``torch.nn.SyncBatchNorm``; ``process_group`` None
+    means all ranks.
+
+    Raises:
+        ValueError: X has not 2 dimensions or more, has other channels than ``num_features``, or
+            there is no more than one value per channel on all ranks together.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ):
+        options = {"device": device, "dtype": dtype}
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
+        self.process_group = process_group
+        if not bias:
+            self.bias = None
+
+    def _check_input_dim(self, X: torch.Tensor) -> None:
+        if X.dim() < 2 or X.shape[1] != self.num_features:
+            shape, wanted = tuple(X.shape), f"(n, {self.num_features}, ...)"
+            raise ValueError(f"X has shape {shape}, and SyncBatchNorm takes {wanted}")
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        """Normalise each channel, and update the running statistics."""
+        self._check_input_dim(X)
+        group = self.process_group
+        if not self.training or not dist.is_initialized() or dist.get_world_size(group) == 1:
+            return super().forward(X)
+        dims = [d for d in range(X.dim()) if d != 1]
+        shape = [1, -1] + [1] * (X.dim() - 2)
+        x = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
+        rows = x.new_tensor([x.numel() / x.shape[1]])  # values per channel on this rank
+        total = sum_over_ranks(torch.cat([x.sum(dims), rows]), group)
+        mean, count = total[:-1] / total[-1], total[-1].detach()
+        centred = x - mean.view(shape)
+        var = sum_over_ranks(centred.square().sum(dims), group) / count
+        self._update(mean.detach(), var.detach(), count)
+        scale = (var + self.eps).rsqrt()
+        if self.weight is not None:
+            scale = scale * self.weight
+        y = centred * scale.view(shape)
+        if self.bias is not None:
+            y = y + self.bias.view(shape)
+        return y.to(X.dtype)
+
+    def _update(self, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
+        """Let the running statistics follow; their variance is the unbiased one."""
+        if count < 2:
+            raise ValueError("SyncBatchNorm needs more than one value per channel in training")
+        if self.track_running_stats:
+            self.num_batches_tracked += 1
+            momentum = self.momentum
+            if momentum is None:  # the mean over all batches
+                momentum = 1 / self.num_batches_tracked.item()
+            self.running_mean.lerp_(mean.to(self.running_mean), momentum)
+            self.running_var.lerp_((var * count / (count - 1)).to(self.running_var), momentum)
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
+    ) -> nn.Module:
+        """Return ``module`` with every BatchNorm in it replaced; a new one, if it is one itself.
+
+        Parameters and buffers are taken over, so an optimiser that has them goes on with them.
+        Hooks are not. A layer that stands in several places stays one layer.
+        """
+        twins: dict[nn.Module, nn.Module] = {}
+
+        def twin(layer: nn.Module) -> nn.Module:
+            if not isinstance(layer, _BatchNorm):
+                return layer
+            if layer not in twins:
+                twins[layer] = cls._like(layer, process_group)
+            return twins[layer]
+
+        for part in list(module.modules()):
+            for name, child in part._modules.items():
+                part._modules[name] = twin(child)
+        return twin(module)
+
+    @classmethod
+    def _like(cls, layer: _BatchNorm, process_group: dist.ProcessGroup | None) -> "SyncBatchNorm":
+        new = cls(layer.num_features, layer.eps, layer.momentum, False, layer.track_running_stats)
+        new.affine, new.process_group, new.training = layer.affine, process_group, layer.training
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            setattr(new, name, getattr(layer, name))
+        return new

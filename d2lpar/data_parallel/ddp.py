@@ -1,0 +1,349 @@
+"""DistributedDataParallel: a replica on each rank, and gradients averaged in backward.
+
+Above stands the naive version: one allreduce for each parameter, once backward is over. The other
+one leaves that to a ``Reducer``, which sends while backward still runs. Notebook 05 builds this
+file. Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
+(VLDB 2020), and ``torch.nn.parallel.DistributedDataParallel``.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import ranks
+from ..ranks.members import check_group
+from .ddp_arguments import check_gpu, check_module, refuse, refuse_groups
+from .reducer import Reducer, naming_join
+from .scattering import scatter
+from .state_sharing import share_state, share_tensors
+
+
+class NaiveDistributedDataParallel(nn.Module):
+    """The replica of a module on one rank; call ``average_gradients`` after each backward.
+
+    Raises what ``share_state`` raises.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None):
+        super().__init__()
+        self.module, self.group = module, group
+        share_state(module, group)
+
+    def forward(self, *args, **kwargs):
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+    def average_gradients(self) -> None:
+        """Replace each gradient in place by the mean over the ranks; a missing one counts as 0."""
+        for param in self.module.parameters():
+            if param.requires_grad:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                ranks.allreduce(param.grad, op="mean", group=self.group)
+
+
+class _Plans(NamedTuple):
+    """What one rank, or any of several, is about to do inside ``join``."""
+
+    present: bool  # it has a batch
+    averages: bool
+    shares_buffers: bool
+
+
+class DistributedDataParallel(nn.Module):
+    """The replica of a module on one rank; after ``backward`` gradients are the mean over ranks.
+
+    It takes what ``torch.nn.parallel.DistributedDataParallel`` takes, and means the same by it.
+    Parameters may be frozen, tied, unused, and used by some ranks only; one that no rank has used
+    keeps a ``.grad`` of None. A copy (``copy.deepcopy``, pickle, ``torch.save``) is a wrapper of
+    its own, without a communication hook.
+
+    Not as in torch: every backward pass through an output averages, not only the first one after a
+    forward pass. With ``use_reentrant=True`` a layer may be checkpointed once in a pass. Hooks on
+    gradients must be registered before, since a gradient may be sent as soon as it is there. The
+    first three objects get lanes, further ones send messages.
+
+    Args:
+        module: of the same parameters and buffers on all ranks, none of them lazy.
+        device_ids: None, or a list of the one GPU on which the module is; inputs are moved to it.
+        output_device, dim: taken, and kept as attributes, as in torch.
+        broadcast_buffers: whether buffers become rank 0's, now and before each forward pass that
+            follows one with gradients; None: yes.
+        init_sync: whether to compare the ranks' modules, and to copy rank 0's state, now.
+        process_group: None: all ranks.
+        bucket_cap_mb: the size of a bucket in MiB, None: 25; a larger parameter has its own.
+        gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy, and
+            are written over in the next backward pass.
+        find_unused_parameters, static_graph, check_reduction, batched_grad_copy: taken; they make
+            no difference.
+        forward_sync_buffers: takes the place of ``broadcast_buffers`` for the forward passes, where
+            it is given; buffers are then shared at construction, too, as in torch.
+        delay_all_reduce_named_params, …: what is not named here is refused.
+        weight: ours. "equal": the mean over ranks, as in torch. "rows": each rank counts by its
+            rows (dimension 0 of forward's first tensor), which makes of a loss that is a mean over
+            the rank's rows the mean over all rows. The rows of several forward passes add up, also
+            those of one that has gradients enabled and then no backward pass.
+        group: the first edition's name of ``process_group``.
+
+    Attributes:
+        require_backward_grad_sync: what ``no_sync`` sets to False.
+        timeline: None; a list here is given (bucket, begin, end) in seconds for each message.
+
+    Raises:
+        ValueError: on every rank, when the modules differ, naming the first difference; no
+            parameter requires gradients, or one is lazy; an argument is out of range; from a call,
+            when a parameter was unfrozen; from ``backward``, when a gradient is sparse.
+        TypeError: an argument is of the wrong type, or in another one's place.
+        NotImplementedError: an argument is refused.
+        RuntimeError: from ``backward``, with ``create_graph``, or when a gradient comes twice; from
+            a copy, when ``process_group`` is not all ranks.
+        MismatchError, PeerError: see ``ranks.allreduce``; from ``backward`` too.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params=None,
+        param_to_hook_all_reduce=None,
+        mixed_precision=None,
+        device_mesh=None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list=None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        weight: str = "equal",
+        group: dist.ProcessGroup | None = None,
+    ):
+        super().__init__()
+        refuse(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            device_mesh=device_mesh,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+        )
+        refuse_groups(device_ids=device_ids, init_sync=init_sync)
+        if group is not None:
+            if process_group is not None:
+                raise TypeError("group is the old name of process_group: pass one of them")
+            warnings.warn("group is now process_group", DeprecationWarning, stacklevel=2)
+            process_group = group
+        if weight not in ("equal", "rows"):
+            raise ValueError(f'weight must be "equal" or "rows", not {weight!r}')
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be positive, not {bucket_cap_mb!r}")
+        check_module(module, weight)
+        self.device_ids, self.output_device = check_gpu(module, device_ids, output_device)
+        check_group(process_group)
+        self.module, self.dim, self.static_graph = module, dim, static_graph
+        self.process_group = process_group or dist.group.WORLD
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        self.broadcast_buffers = broadcast_buffers is not False
+        if init_sync:
+            buffers = self.broadcast_buffers or forward_sync_buffers is not None
+            share_state(module, self.process_group, buffers)
+        if forward_sync_buffers is not None:
+            self.broadcast_buffers = forward_sync_buffers
+        self._by_rows = weight == "rows"
+        if init_sync:
+            kinds = ranks.all_gather(torch.tensor(self._by_rows), self.process_group)
+            if len(set(kinds.tolist())) > 1:
+                raise ValueError(f"weight is {weight!r} on this rank, but not on all")
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self._joins = self._shrinks = self._throws = False  # what join was told
+        self._attach()
+
+    def _attach(self) -> None:
+        """Give the parameters their hooks."""
+        params = [param for param in self.module.parameters() if param.requires_grad]
+        named = self.module.named_parameters()
+        self._frozen = [(name, param) for name, param in named if not param.requires_grad]
+        self._ranks = dist.get_process_group_ranks(self.process_group)
+        self._active = self._ranks  # those that have a batch: inside join they become fewer
+        self.reducer = Reducer(
+            params,
+            self.process_group,
+            self.bucket_cap_mb,
+            self._by_rows,
+            self.gradient_as_bucket_view,
+        )
+
+    def forward(self, *args, **kwargs):
+        """Call the module; before that, the ranks share their buffers where torch's do."""
+        averages = torch.is_grad_enabled() and self.require_backward_grad_sync
+        shares = self.will_sync_module_buffers()
+        if self._joins:
+            self._roll_call(_Plans(True, averages, shares))
+        if shares:
+            self._share_buffers()
+        if torch.is_grad_enabled():
+            for name, param in self._frozen:
+                if param.requires_grad:
+                    raise ValueError(f"{name} was unfrozen after wrapping: wrap the module again")
+            self.reducer.prepare(self._weight(args, kwargs))
+        if self.device_ids:
+            [(args, kwargs)] = scatter((args, kwargs), [torch.device("cuda", self.device_ids[0])])
+        output = self.module(*args, **kwargs)
+        if averages:
+            self.reducer.expect(output)
+        self.require_forward_param_sync = averages
+        return output
+
+    def _weight(self, args: tuple, kwargs: dict) -> float:
+        if self._by_rows:
+            return _num_rows(args, kwargs)
+        return 1 / len(self._active if self._shrinks else self._ranks)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let each rank add up gradients alone, for the forward passes that are made inside.
+
+        The first backward pass of a forward made outside then averages the sums, as in torch.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: Any, hook: Callable) -> None:
+        """Let ``hook(state, bucket)`` reduce each bucket, and return a ``torch.futures.Future``.
+
+        The future's tensor takes the place of ``bucket.buffer()``, which is not yet divided by the
+        number of ranks. ``bucket`` has the methods of torch's ``GradBucket``. The hook is called by
+        backward, for one bucket after the other: until it returns, backward waits.
+
+        Raises:
+            TypeError: hook is no function; from backward, it has returned no future.
+            TimeoutError: from backward, the future has no result within the group's time limit.
+            RuntimeError: there is one already.
+            ValueError: weight is "rows", for which we reduce ourselves.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook must be a function, not {hook!r}")
+        if self.reducer.hook:
+            raise RuntimeError("register_comm_hook can be called only once")
+        if self._by_rows:
+            raise ValueError('weight="rows" divides by all rows: it cannot be left to a hook')
+        self.reducer.hook = state, hook
+
+    @property
+    def timeline(self) -> list | None:
+        """See the class."""
+        return self.reducer.timeline
+
+    @timeline.setter
+    def timeline(self, spans: list | None) -> None:
+        self.reducer.timeline = spans
+
+    # Buffers
+
+    def will_sync_module_buffers(self) -> bool:
+        """Say whether the next forward pass begins with rank 0's buffers for all."""
+        wanted = self.require_forward_param_sync and self.broadcast_buffers
+        return wanted and any(True for _ in self.module.buffers())
+
+    def _share_buffers(self) -> None:
+        with naming_join():
+            unseen = [buffer.data for buffer in self.module.buffers()]  # by autograd, as in torch
+            share_tensors(unseen, self._source, self.process_group)
+
+    @property
+    def _source(self) -> int:
+        """The rank whose state all take: the first; inside join the last that has a batch."""
+        return self._active[-1] if self._joins else self._ranks[0]
+
+    # Ranks with fewer batches than others
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Let ranks have different numbers of batches, for the loop that is inside.
+
+        A rank that has left the loop goes on to send zeros until all have left; then all take the
+        parameters of a rank that was among the last, and its buffers if they are broadcast. The sum
+        of gradients is divided by the number of all ranks, or, if ``divide_by_initial_world_size``
+        is False, by that of the ranks that still have batches. With ``weight="rows"`` it is always
+        divided by the rows. If ``throw_on_early_termination``, all raise a RuntimeError as soon as
+        one has left the loop. Unless ``enable``, nothing is done.
+
+        Every forward pass with gradients enabled must be followed by its backward pass.
+        """
+        self._joins, self._shrinks = enable, enable and not divide_by_initial_world_size
+        self._throws = throw_on_early_termination
+        try:
+            yield
+            while enable and (plans := self._roll_call(_Plans(False, False, False))).present:
+                if plans.shares_buffers:
+                    self._share_buffers()
+                if plans.averages:
+                    self.reducer.connect()
+                    self.reducer.finish(absent=True)
+                self.require_forward_param_sync = plans.averages
+            if enable:
+                buffers = self.module.buffers() if self.broadcast_buffers else ()
+                tensors = [*self.module.parameters(), *buffers]
+                share_tensors(tensors, self._source, self.process_group)
+        finally:
+            self._joins, self._shrinks, self._active = False, False, self._ranks
+
+    def _roll_call(self, mine: _Plans) -> _Plans:
+        """Note who has a batch; return what those who have one are about to do."""
+        number = sum(planned << i for i, planned in enumerate(mine))
+        numbers = ranks.all_gather_int(number, self.process_group)
+        plans = [_Plans(*(n >> i & 1 for i in range(len(mine)))) for n in numbers]
+        active = [rank for rank, plan in zip(self._ranks, plans, strict=True) if plan.present]
+        if self._throws and 0 < len(active) < len(plans):
+            raise RuntimeError("a rank has no batch left, and throw_on_early_termination is set")
+        self._active = active or self._active
+        return _Plans(*map(any, zip(*plans, strict=True)))
+
+    # Copies
+
+    def __getstate__(self) -> dict:
+        check_group(None)
+        if self.process_group is not dist.group.WORLD:
+            raise RuntimeError(
+                "only a DistributedDataParallel of all ranks can be copied or saved: copy .module, "
+                "and wrap the copy"
+            )
+        ours = ("process_group", "reducer")
+        return {name: value for name, value in vars(self).items() if name not in ours}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        check_group(None)
+        self.process_group = dist.group.WORLD
+        self._attach()
+
+
+def _num_rows(args: tuple, kwargs: dict) -> int:
+    """Return dimension 0 of the first tensor that forward is given."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim():
+            return len(value)
+    raise ValueError('weight="rows" needs a tensor with rows among the arguments of forward')

@@ -1,0 +1,193 @@
+"""The loss that need not sit on one device: computed in parts, and put together as if in one.
+
+``DataParallelCriterion`` takes outputs that lie on several devices. The mean of the parts' means is
+not the mean of the whole, unless all parts count the same. So each part is weighted by the number
+that its own mean was divided by; ``chunks`` does so, too. Notebook 04 builds this file. Source: H.
+Zhang's PyTorch-Encoding (``DataParallelCriterion``, which takes the mean of means).
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from math import nan
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..collectives.lists import is_low_precision
+from ..devices import check_devices, move
+from .replicas import parallel_apply, replicate
+from .scattering import num_rows, scatter
+
+Count = Callable[..., float]  # targets -> the number that the mean over them is divided by
+
+# Losses of torch.nn whose mean counts every element of the target alike.
+PER_ELEMENT = (
+    nn.L1Loss,
+    nn.MSELoss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.SoftMarginLoss,
+    nn.HingeEmbeddingLoss,
+    nn.KLDivLoss,
+    nn.PoissonNLLLoss,
+    nn.GaussianNLLLoss,
+    nn.MultiMarginLoss,
+    nn.MultiLabelMarginLoss,
+    nn.MultiLabelSoftMarginLoss,
+)
+PER_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)  # may weigh classes, or ignore one
+
+
+class DataParallelCriterion(nn.Module):
+    """A loss of outputs that lie on several devices: the loss that one device would have computed.
+
+    Called with the list that ``DataParallelModel`` returns, and with the targets of the whole
+    batch, it scatters the targets, computes each part where its output is, and puts the parts
+    together on ``devices[0]``: by ``criterion.reduction``, "none" joins them and "sum" adds them;
+    for "mean" each counts by its share of the number that the mean is divided by. That is known of
+    torch's own losses: elements of the target, or, for cross-entropy, the summed class weights of
+    the targets that are not ignored. For any other criterion pass ``count``.
+
+    Args:
+        criterion: called with (output, target, …); a module is replicated, a function is shared.
+        devices: those of the ``DataParallelModel``; none: the whole batch is one output.
+        count: target, … -> the number that the mean over them is divided by, proportionally.
+        dim: the dimension of the rows.
+
+    Raises:
+        ValueError: the parts of this criterion's loss cannot be put together without ``count``;
+            from a call, outputs and targets differ in rows, there are more outputs than devices, or
+            a loss that is to be averaged is no single number.
+    """
+
+    def __init__(
+        self,
+        criterion: Callable,
+        devices: Sequence[torch.device],
+        count: Count | None = None,
+        dim: int = 0,
+    ):
+        super().__init__()
+        self.criterion, self.dim, self.count = criterion, dim, count
+        self.devices = check_devices(devices) if devices else []
+        find_count(criterion, count)
+
+    def forward(self, outputs: Sequence[Any], *targets: Any) -> torch.Tensor:
+        """Return the loss, on ``devices[0]``."""
+        most = len(self.devices) or 1
+        if not isinstance(outputs, (list, tuple)) or not 1 <= len(outputs) <= most:
+            number = len(outputs) if isinstance(outputs, (list, tuple)) else "no list of"
+            raise ValueError(
+                f"there are {number} outputs for {most} device{'s' * (most > 1)}: pass the list "
+                "that DataParallelModel returns"
+            )
+        if not self.devices:
+            return self.criterion(outputs[0], *targets)
+        devices = self.devices[: len(outputs)]
+        shards = scatter(targets, devices, self.dim, "targets")
+        if len(devices) > 1:
+            for output, shard in zip(outputs, shards, strict=True):
+                require_rows(output, shard, self.dim)
+        criterion, weights = shares(self.criterion, self.count, shards)
+        criteria = replicas(criterion, devices)
+        losses = parallel_apply(
+            [criteria[i] for i in weights], [(outputs[i], *shards[i]) for i in weights]
+        )
+        losses = dict(zip(weights, losses, strict=True))
+        positions = {i: i for i in weights}
+        return put_together(self.criterion, losses, weights, positions, devices[0], self.dim)
+
+
+def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
+    """Return the function that counts a target for the mean; None where there is no mean to take.
+
+    Raises:
+        ValueError: ``criterion`` is not one of torch's, its ``reduction`` is neither "sum" nor
+            "none", and there is no ``count``.
+    """
+    if getattr(criterion, "reduction", None) in ("sum", "none"):
+        return None
+    if count is not None:
+        return count
+    if type(criterion) in PER_ELEMENT:
+        return lambda target, *_: target.numel()
+    if type(criterion) in PER_CLASS:
+        return lambda target: summed_weights(criterion, target)
+    name = getattr(criterion, "__name__", type(criterion).__name__)
+    raise ValueError(
+        f"{name} is not a loss of torch.nn of which it is known what its mean is divided by: pass "
+        "count, a function of the target that returns this number"
+    )
+
+
+def shares(
+    criterion: Callable, count: Count | None, targets: Sequence[tuple]
+) -> tuple[Callable, dict[int, float]]:
+    """Return what to call for the loss of a part, and by what factor each enters the whole.
+
+    For a sum, and where nothing is reduced, that is 1. For a mean it is the part's share of the
+    count; parts that count nothing are left out. The mean over nothing at all is left to the
+    criterion (torch's own give NaN).
+    """
+    parts, counts_of = range(len(targets)), find_count(criterion, count)
+    if counts_of is None:
+        return criterion, dict.fromkeys(parts, 1.0)
+    counts = [float(counts_of(*target)) for target in targets]
+    total = sum(counts)
+    if count is None and getattr(criterion, "label_smoothing", 0):
+        criterion = copy(criterion)  # of which even a part that counts nothing has a sum
+        criterion.reduction = "sum"
+        return criterion, dict.fromkeys(parts, 1 / total if total else nan)
+    return criterion, {i: counts[i] / total for i in parts if counts[i]} or {0: 1.0}
+
+
+def put_together(
+    criterion: Callable,
+    losses: dict[int, torch.Tensor],
+    weights: dict[int, float],
+    positions: dict[int, int],
+    device: torch.device,
+    dim: int = 0,
+) -> torch.Tensor:
+    """Return the loss of the whole, on ``device``, from that of each part; see ``shares``."""
+    there = [
+        move(losses[part], device, positions[part], 0, "losses", "gradient of losses")
+        for part in weights
+    ]
+    if getattr(criterion, "reduction", None) == "none":
+        return torch.cat(there, dim)
+    total, dtype = 0, there[0].dtype
+    for loss, weight in zip(there, weights.values(), strict=True):
+        if loss.dim():
+            raise ValueError(f"the loss of a part has shape {list(loss.shape)}, and is no number")
+        total = total + (loss.float() if is_low_precision(dtype) else loss) * weight
+    return total.to(dtype)
+
+
+def summed_weights(criterion: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor) -> float:
+    """Return the sum of the class weights of those targets that are not ignored."""
+    if target.is_floating_point():  # a probability for each class: every row counts
+        return target.numel() / target.shape[min(1, target.dim() - 1)]
+    kept = target[target != criterion.ignore_index]
+    if criterion.weight is None:
+        return kept.numel()
+    return criterion.weight.to(kept.device)[kept.long()].double().sum().item()
+
+
+def replicas(module: Callable, devices: list[torch.device]) -> list[Callable]:
+    """Replicate a module for several devices; a function serves all, and a module one."""
+    if isinstance(module, nn.Module) and len(devices) > 1:
+        return replicate(module, devices)
+    return [module] * len(devices)
+
+
+def require_rows(output: Any, targets: tuple, dim: int) -> None:
+    """Raise ValueError if an output that is a tensor has not as many rows as its targets."""
+    rows = num_rows(targets, dim)
+    if isinstance(output, torch.Tensor) and output.dim() and rows is not None:
+        found = num_rows(output, dim)
+        if found != rows:
+            raise ValueError(f"an output has {found} rows, but its part of the targets {rows}")

@@ -1,0 +1,21 @@
+"""Arguments are checked once, at the entry: what comes after assumes that they are good."""
+
+from collections.abc import Callable
+from functools import wraps
+
+
+def checked(check: Callable[..., None]) -> Callable[[Callable], Callable]:
+    """Decorate a function so that each call begins with ``check`` of the same arguments.
+
+    So a function reads as its algorithm, and its check stands beside it.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @wraps(function)
+        def guarded(*args, **kwargs):
+            check(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return guarded
+
+    return decorate

@@ -1,0 +1,22 @@
+"""Pipelines: a model cut into stages, and batches cut into micro-batches, so that nobody idles.
+
+Read ``schedules`` first: which stage does what when. ``partition`` cuts a model, ``stages`` is what
+a stage does with a micro-batch, ``local`` runs a schedule on the devices of one process, and
+``distributed`` between ranks.
+"""
+
+from .distributed import DistributedPipeline
+from .local import Pipeline, SplitModel
+from .partition import balance, cut, layer_seconds
+from .schedules import (
+    Action,
+    Span,
+    bubble,
+    check_pipeline,
+    gpipe,
+    live_counts,
+    one_f_one_b,
+    predict,
+    sequential,
+)
+from .stages import Stage

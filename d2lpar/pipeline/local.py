@@ -1,0 +1,263 @@
+"""A model split over devices by layers: first plainly, then as a pipeline, in one process.
+
+``SplitModel`` puts stages on devices and moves what goes from one to the next; autograd moves the
+gradients back. Only one device works at a time. ``Pipeline`` cuts the batch, too, and follows a
+schedule, so that devices can work at the same time: on GPUs, whose calls return at once. There all
+work is in the default streams: a copy between two GPUs waits for what is queued on both, and both
+wait for the copy. torchgpipe gives copies streams of their own. Not run on a GPU. Notebook 06
+builds this file. Source: Huang et al., GPipe (2019), and Kim et al., "torchgpipe" (2020).
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..collectives.lists import is_low_precision
+from ..data_parallel.loss import Count, find_count, shares
+from ..data_parallel.scattering import position
+from ..devices import check_devices, move
+from .schedules import (
+    Action,
+    PipelineSchedule,
+    Span,
+    check_pipeline,
+    check_sizes,
+    one_f_one_b,
+    target,
+)
+from .stages import Stage, modules_of, one_tensor
+
+KINDS = MappingProxyType({"forward": "activations", "backward": "gradients"})  # of the ledger
+
+
+class SplitModel(nn.Module):
+    """A model whose stages are on several devices: the plain split.
+
+    Args:
+        stages: modules, each called with what the one before returned; they are moved.
+        devices: one for each stage.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]):
+        super().__init__()
+        self.devices, stages = check_devices(devices), modules_of(stages, "stages")
+        if len(stages) != len(self.devices):
+            raise ValueError(f"there are {len(stages)} stages for {len(self.devices)} devices")
+        self.stages = nn.ModuleList(
+            stage.to(device) for stage, device in zip(stages, self.devices, strict=True)
+        )
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        """Return the output of the last stage, on the last device; gradients flow back."""
+        src = position(X.device, self.devices)
+        for s, (stage, device) in enumerate(zip(self.stages, self.devices, strict=True)):
+            arrived = move(X, device, src, s, KINDS["forward"], KINDS["backward"])
+            X = one_tensor(stage(arrived))
+            src = s
+        return X
+
+
+class Pipeline(SplitModel):
+    """The same model, trained in micro-batches that follow a schedule.
+
+    ``forward_backward`` does what ``criterion(model(X), y).backward()`` does with the whole model,
+    up to rounding, also where the last micro-batches are one row shorter or have none, and for a
+    criterion that ignores targets or weighs classes. BatchNorm is the exception: in training it
+    sees a micro-batch at a time, normalises with the mean and variance of that one, and updates
+    its running statistics m times. The call ``pipeline(X)`` is the plain split, for evaluation.
+
+    Args:
+        stages: modules, as ``cut`` returns; a stage takes one tensor and returns one.
+        devices: one for each stage.
+        criterion: called with (output, target), on the last device; a module is moved there.
+        num_microbatches: into how many parts a batch is cut, which differ by at most one row; a
+            batch with fewer rows makes as many as it has rows.
+        schedule: a function (num_stages, num_microbatches) -> ticks, such as ``gpipe``.
+        recompute: whether a stage keeps only its inputs and outputs, and computes the rest again.
+        count: see ``DataParallelCriterion``.
+
+    Attributes:
+        timeline: None; a list here is given a ``Span`` for each action. On GPUs that is when the
+            calls were made, not when the work was done.
+        peak_live: of how many micro-batches each stage kept activations at most, in the last batch.
+
+    Raises:
+        ValueError: the schedule is not one, see ``check_pipeline``; numbers do not match; or the
+            parts of this criterion's loss cannot be put together, see ``find_count``.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        criterion: Callable,
+        num_microbatches: int,
+        schedule: PipelineSchedule = one_f_one_b,
+        recompute: bool = False,
+        count: Count | None = None,
+    ):
+        super().__init__(stages, devices)
+        self.criterion, self.count = on_device(criterion, self.devices[-1]), count
+        self.num_microbatches = num_microbatches
+        self.ticks = make_ticks(schedule, len(self.stages), num_microbatches)
+        require_number(criterion, count)
+        self.recompute = recompute
+        self.timeline: list[Span] | None = None
+        self.peak_live: list[int] = []
+
+    def forward_backward(self, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Add to the gradients of all parameters; return the loss of the batch, detached.
+
+        Raises:
+            ValueError: ``X`` and ``y`` differ in rows or have none, or ``X`` requires gradients.
+            Exception: what a stage raises, with a note that says which, and in which micro-batch.
+        """
+        X_parts, y_parts = split_rows(X, y, self.num_microbatches)
+        losses = Losses(self.criterion, self.count, y_parts)
+        stages = [Stage(stage, self.recompute) for stage in self.stages]
+        stages[-1].finish = losses.of
+        run_actions(chain(*self.ticks), stages, Moves(X_parts, self.devices), self.timeline)
+        self.peak_live = [stage.peak for stage in stages]
+        return losses.total
+
+
+def run_actions(
+    actions: Iterable[Action],
+    stages: Sequence[Stage] | Mapping[int, Stage],
+    mail: Any,
+    timeline: list[Span] | None = None,
+) -> None:
+    """Make ``actions`` one after the other; ``mail`` brings what they need, and takes results.
+
+    In one process these are the actions of all stages, and ``mail`` moves tensors between devices;
+    a rank has those of its own stage, and ``mail`` sends messages.
+    """
+    for action in actions:
+        stage, arrived = stages[action.stage], mail.receive(action)
+        begin = time.perf_counter()
+        with noting(action):
+            if action.kind == "forward":
+                result = stage.forward(action.microbatch, arrived)
+            else:
+                result = stage.backward(action.microbatch, arrived)
+        if timeline is not None:
+            timeline.append(Span(*action, begin, time.perf_counter()))
+        mail.send(action, result)
+
+
+@contextmanager
+def noting(action: Action) -> Iterator[None]:
+    """Add to an exception in which action of the pipeline it was raised."""
+    try:
+        yield
+    except Exception as error:
+        s, i, kind = action
+        error.add_note(f"This was the pipeline's {kind} of micro-batch {i} on stage {s}.")
+        raise
+
+
+class Moves:
+    """Mail between stages of one process: what is sent is moved to the stage's device."""
+
+    def __init__(self, X_parts: Sequence[torch.Tensor], devices: Sequence[torch.device]):
+        self.X_parts, self.devices = X_parts, devices
+        self.arrived: dict[Action, torch.Tensor] = {}  # for actions to come
+
+    def receive(self, action: Action) -> torch.Tensor | None:
+        """Return what ``action`` works on: activations or a gradient, None where it needs none."""
+        if action.stage == 0 and action.kind == "forward":
+            X = self.X_parts[action.microbatch]
+            return move(X, self.devices[0], position(X.device, self.devices), 0, "inputs")
+        return self.arrived.pop(action, None)
+
+    def send(self, action: Action, result: torch.Tensor | None) -> None:
+        """Move the result of ``action`` to the stage that works on it, if there is one."""
+        there = target(action, len(self.devices))
+        if there is None or result is None:
+            return
+        device, kind = self.devices[there.stage], KINDS[action.kind]
+        arrived = move(result.detach(), device, action.stage, there.stage, kind)
+        self.arrived[there] = arrived.requires_grad_(result.requires_grad)
+
+
+class Losses:
+    """The loss of each micro-batch, weighted so that they add up to the loss of the batch.
+
+    A mean is weighted by the micro-batch's share of what the whole mean is divided by: of its rows,
+    as a rule. The mean of the means would give the rows of a short micro-batch too much weight.
+    """
+
+    def __init__(self, criterion: Callable, count: Count | None, y_parts: Sequence[torch.Tensor]):
+        self.y_parts, self.total = y_parts, 0.0  # total: the loss of the batch, detached
+        self.criterion, self.weights = shares(criterion, count, [(y,) for y in y_parts if len(y)])
+
+    def of(self, i: int, output: torch.Tensor) -> torch.Tensor:
+        """Return the weighted loss of micro-batch ``i``, whose output this is."""
+        y = self.y_parts[i].to(output.device)
+        if output.dim() and len(output) != len(y):
+            raise ValueError(
+                f"micro-batch {i} has {len(output)} rows of outputs, but {len(y)} targets: X and y "
+                "must be of one batch, and every stage must keep the rows"
+            )
+        if i in self.weights:
+            loss = self.criterion(output, y) * self.weights[i]
+        else:  # it has no targets, or all are ignored
+            loss = output.reshape(-1)[:0].sum()  # 0, also of infinite logits
+        if loss.dim():
+            raise ValueError(f"the criterion returns shape {list(loss.shape)}, and no number")
+        self.total = self.total + loss.detach().to(wide(loss.dtype))
+        return loss
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which to add up losses of ``dtype``."""
+    return torch.float32 if is_low_precision(dtype) else dtype
+
+
+def on_device(criterion: Callable, device: torch.device) -> Callable:
+    """Move a criterion that is a module: it may have class weights."""
+    return criterion.to(device) if isinstance(criterion, nn.Module) else criterion
+
+
+def make_ticks(schedule: PipelineSchedule, num_stages: int, num_microbatches: int) -> list[list]:
+    """Return the ticks of a schedule, checked; raise ValueError or TypeError for what is none."""
+    check_sizes(num_stages, num_microbatches)
+    if not callable(schedule):
+        raise TypeError(f"schedule must be a function such as gpipe, not {schedule!r}")
+    ticks = schedule(num_stages, num_microbatches)
+    check_pipeline(ticks, num_stages, num_microbatches)
+    return ticks
+
+
+def require_number(criterion: Callable, count: Count | None) -> None:
+    """Raise ValueError for a criterion whose parts do not add up to one number."""
+    if getattr(criterion, "reduction", None) == "none":
+        raise ValueError('a criterion with reduction "none" gives no number to go backward from')
+    find_count(criterion, count)
+
+
+def split_rows(
+    X: torch.Tensor, y: torch.Tensor, num_microbatches: int
+) -> tuple[Sequence, Sequence]:
+    """Cut a batch into micro-batches that differ by at most one row: (parts of X, parts of y).
+
+    Of fewer rows than micro-batches the last parts are empty. Raises ValueError where there are
+    none; one of the two may be None, and is left so.
+    """
+    if X is not None and y is not None and X.shape[:1] != y.shape[:1]:
+        raise ValueError(f"X has shape {list(X.shape)}, but y has shape {list(y.shape)}")
+    for rows in (X, y):
+        if rows is not None and (not rows.dim() or not len(rows)):
+            raise ValueError(f"a batch of shape {list(rows.shape)} has no rows to cut")
+    if X is not None and X.requires_grad:
+        raise ValueError(
+            "X requires gradients, and they would end at the first stage: put what made X into "
+            "that stage, or pass X.detach()"
+        )
+    return tuple(None if rows is None else rows.tensor_split(num_microbatches) for rows in (X, y))

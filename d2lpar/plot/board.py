@@ -1,0 +1,316 @@
+"""The live board, curves, bars, bytes per link, images, drawn with matplotlib.
+
+Each function returns a ``Picture``. Markers, dashes and labels say the same as its colours.
+"""
+
+import base64
+import io
+import math
+import re
+import statistics
+import sys
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+from xml.sax.saxutils import escape
+
+import matplotlib.style
+import torch
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
+from PIL import Image
+
+from .drawing import FONTS, GREY, INK, PALETTE, WIDTH, Picture, picture, text, wrapped
+
+MARKERS = "os^Dv*PX"
+HATCHES = ("", "///", "xx", "\\\\\\", "||", "--", "++", "x")  # dots take 60 kB
+DASHES = ("-", "--", "-.", ":", (0, (8, 2)), (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (3, 3)))
+STYLE = MappingProxyType(
+    {
+        "font.sans-serif": ["DejaVu Sans"],  # the first of the FONTS, and comes with matplotlib
+        "font.size": 12,
+        "axes.titlesize": 13,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "grid.color": GREY,
+        "legend.frameon": False,
+        "legend.handlelength": 3.5,  # long enough to tell the dashes apart
+        "figure.constrained_layout.h_pad": 0.12,  # inches
+        "figure.constrained_layout.w_pad": 0.12,
+        "text.parse_math": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "d2lpar",  # the same ids every time
+    }
+)
+_styled = matplotlib.style.context(["default", STYLE])
+
+
+def _chart(figure: Figure, alt: str) -> Picture:
+    """What matplotlib drew, without its metadata and without what would leak into the page."""
+    figure.patch.set_visible(False)
+    for axes in figure.axes:  # the name of a processor may be long
+        room = 480 / len(figure.axes)
+        axes.set_title(wrapped(axes.get_title("left"), room, 13, bold=True))
+        axes.set_xlabel(wrapped(axes.get_xlabel(), room))
+    FigureCanvasSVG(figure).print_svg(written := io.StringIO(), metadata={"Date": None})
+    body = re.search(r"<svg[^>]*>(.*)</svg>", written.getvalue(), re.DOTALL)[1]
+    body = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body)
+    body = re.sub(r'(?<=<g) id="[^"]*"', "", body)
+    body = re.sub(r"'DejaVu Sans'(, sans-serif)?", FONTS, body)
+    figure.patch.set_visible(True)  # for those who save the figure
+    size = figure.get_size_inches() * 72
+    return picture(re.sub(r"\s*\n\s*", "\n", body), *size, alt, figure)
+
+
+def _figure(height: float, layout: str = "constrained") -> Figure:
+    return Figure(figsize=(WIDTH / 72, height / 72), layout=layout)
+
+
+@_styled
+def bars(values: Mapping, x_label: str = "", unit: str | None = None, title: str = "") -> Picture:
+    """Draw a bar for each name: a number, or (median, low, high) to show its spread.
+
+    ``unit`` may be "bytes" or "seconds": 1.5 MB, 20 ms. Raises ValueError for no values.
+    """
+    figure = _figure(75 + 26 * len(values))
+    words = _draw_bars(figure.subplots(), values, unit)
+    figure.axes[0].set(xlabel=x_label, title=title)
+    return _chart(figure, f"Bars: {title or x_label}. {words}.")
+
+
+@_styled
+def stacks(values: Mapping, x_label: str = "", unit: str | None = None, title: str = "") -> Picture:
+    """Draw a bar for each name out of parts, one after the other: {name: {part: number}}.
+
+    Raises ValueError for no values, and for more than 8 kinds of parts.
+    """
+    kinds = list(dict.fromkeys(kind for parts in values.values() for kind in parts))
+    if not 1 <= len(kinds) <= 8:
+        raise ValueError(f"{len(kinds)} kinds of parts, but 1 to 8 can be told apart")
+    figure = _figure(100 + 26 * len(values))
+    axes, begins, words = figure.subplots(), dict.fromkeys(values, 0.0), []
+    for kind, colour, hatch in zip(kinds, PALETTE, HATCHES, strict=False):
+        lengths = [parts.get(kind, 0) for parts in values.values()]
+        style = {"facecolor": colour, "hatch": hatch, "edgecolor": "#FFF", "linewidth": 0.6}
+        axes.barh(range(len(values)), lengths, left=list(begins.values()), label=kind, **style)
+        begins = {n: begins[n] + parts.get(kind, 0) for n, parts in values.items()}
+    for y, (name, parts) in enumerate(values.items()):
+        total = _quantity(begins[name], unit)
+        axes.annotate(total, (begins[name], y), (6, 0), textcoords="offset points", va="center")
+        each = ", ".join(f"{kind} {_quantity(part, unit)}" for kind, part in parts.items())
+        words.append(f"{name} {total} ({each})")
+    _finish_bars(axes, values, unit)
+    axes.set(xlabel=x_label, title=title)
+    figure.legend(loc="outside lower left", ncols=4)
+    return _chart(figure, f"Bars: {title or x_label}. {'; '.join(words)}.")
+
+
+@_styled
+def links(bytes_by_link: Mapping, title: str = "") -> Picture:
+    """Draw the bytes of every link: {(src, dst): bytes}, or {name: {(src, dst): bytes}} to compare.
+
+    More than 16 links are added up to what each participant sends and receives.
+    """
+    one = not any(isinstance(value, Mapping) for value in bytes_by_link.values())
+    panels = {title: bytes_by_link} if one else bytes_by_link
+    most = {}  # (src, dst) -> bytes, in the panel where it carries most
+    for counts in panels.values():
+        most |= {link: max(count, most.get(link, 0)) for link, count in counts.items()}
+    devices = sorted({device for link in most for device in link}, key=str)  # "host" too
+    few = len(most) <= 16
+    figure = _figure(75 + 24 * (len(most) if few else 2 * len(devices)))
+    row = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    words = []
+    for axes, (name, counts) in zip(row, panels.items(), strict=False):
+        if few:
+            order = sorted(most, key=lambda link: (-most[link], str(link)))
+            values = {f"{src} → {dst}": counts.get((src, dst), 0) for src, dst in order}
+        else:
+            values = {}
+            for d in devices:
+                values[f"{d} sends"] = sum(n for (src, _), n in counts.items() if src == d)
+                values[f"{d} receives"] = sum(n for (_, dst), n in counts.items() if dst == d)
+        words.append(f"{name}: {_draw_bars(axes, values, 'bytes', 2 - few)}")
+        axes.set_title(name)
+    return _chart(figure, f"Bytes per link. {'. '.join(words)}.")
+
+
+def _draw_bars(axes: Axes, values: Mapping, unit: str | None, colours: int = 1) -> str:
+    """Bars from the top down, each with its value in words; returns them all in words."""
+    if not values:
+        raise ValueError("0 bars to draw: pass at least one value")
+    words = {}
+    for y, (name, value) in enumerate(values.items()):
+        middle, low, high = value if isinstance(value, Sequence) else (value, value, value)
+        axes.barh(y, middle, height=0.7, color=PALETTE[y % colours])
+        words[name] = _quantity(middle, unit)
+        if low < high:
+            axes.plot([low, high], [y, y], color=INK, marker="|", markersize=9)
+            words[name] += f" ({_quantity(low, unit)} to {_quantity(high, unit)})"
+        axes.annotate(words[name], (high, y), (6, 0), textcoords="offset points", va="center")
+    _finish_bars(axes, values, unit)
+    return ", ".join(f"{name} {word}" for name, word in words.items())
+
+
+def _finish_bars(axes: Axes, names: Mapping, unit: str | None) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.margins(x=0.3)  # room for the words
+    axes.xaxis.set_major_locator(MaxNLocator(4 if len(axes.figure.axes) < 3 else 2))
+    axes.xaxis.set_major_formatter(lambda value, _: _quantity(value, unit))
+
+
+def _quantity(value: float, unit: str | None) -> str:
+    """Three digits and a unit: 1.05 MB, 20 ms, 1200 s."""
+    value = float(f"{value:.3g}")
+    if unit == "seconds" and value >= 1000:
+        return f"{value:g} s"
+    return EngFormatter({"bytes": "B", "seconds": "s"}[unit])(value) if unit else f"{value:g}"
+
+
+@_styled
+def curves(
+    series: Mapping, x_label, y_label, title="", log_x=False, log_y=False, x_unit=None, y_unit=None
+) -> Picture:
+    """Draw a curve for each name: {name: (xs, ys)}. A unit may be "bytes" or "seconds".
+
+    Raises ValueError for no series or more than 8, for lengths that differ, and for what a
+    logarithmic axis cannot show.
+    """
+    if not 1 <= len(series) <= 8:
+        raise ValueError(f"{len(series)} series, but 1 to 8 can be told apart")
+    figure = _figure(330)
+    axes = figure.subplots()
+    lines, words = [], []
+    for i, (name, (xs, ys)) in enumerate(series.items()):
+        if len(xs) != len(ys) or len(xs) == 0:
+            raise ValueError(f"{name!r} has {len(xs)} x values and {len(ys)} y values")
+        style = {"color": PALETTE[i], "marker": MARKERS[i], "linestyle": DASHES[i]}
+        lines += axes.plot(xs, ys, label=name, markevery=max(1, len(xs) // 12), **style)
+        ends = [f"{_quantity(ys[j], y_unit)} at {_quantity(xs[j], x_unit)}" for j in (0, -1)]
+        words.append(f"{name}: from {' to '.join(ends)}")
+    axes.set(xlabel=x_label, ylabel=y_label, title=title)
+    axes.grid()
+    _scale(axes.xaxis, [x for xs, _ in series.values() for x in xs], log_x, x_unit)
+    _scale(axes.yaxis, [y for _, ys in series.values() for y in ys], log_y, y_unit)
+    if len(series) > 1:  # beside the curves, in the order in which they end
+        lines.sort(key=lambda line: -line.get_ydata()[-1])
+        figure.legend(handles=lines, loc="outside right upper")
+    return _chart(figure, f"Curves: {title or y_label} over {x_label}. {'; '.join(words)}.")
+
+
+def _scale(axis: Axis, values: list[float], log: bool, unit: str | None) -> None:
+    """Ticks that can be read: powers of ten with units, whole numbers for whole numbers."""
+    whole = all(float(value).is_integer() for value in values)
+    if log:
+        if min(values) <= 0:
+            raise ValueError(f"a logarithmic axis cannot show {min(values)}")
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+        few = (1.0,) if max(values) > 100 * min(values) else (1.0, 2.0, 5.0)
+        marks = sorted(set(values)) if whole and unit is None else []  # k: 2, 4, 8
+        apart = 0 < len(marks) <= 8 and all(b > 1.3 * a for a, b in pairwise(marks))
+        axis.set_major_locator(FixedLocator(marks) if apart else LogLocator(subs=few))
+        axis.set_minor_locator(NullLocator())
+    elif whole and unit is None:
+        axis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_major_formatter(lambda value, _: _quantity(value, unit))
+
+
+def images(X: torch.Tensor, titles: Sequence[str] = (), columns: int = 8) -> Picture:
+    """Draw images (N, 1, height, width) or (N, height, width), 0 white to 1 black, with titles.
+
+    Raises ValueError for no images, and for titles that are not as many as the images.
+    """
+    if len(X) == 0 or (titles and len(titles) != len(X)):
+        raise ValueError(f"{len(X)} images and {len(titles)} titles")
+    pixels = (255 * (1 - X.detach().cpu().float().clamp(0, 1))).byte().numpy()
+    cell, line = WIDTH // columns, 20 if titles else 0  # pixels; the title's height
+    body = ""
+    for i, image in enumerate(pixels):
+        x, y = i % columns * cell, i // columns * (cell + line) + line
+        png = io.BytesIO()
+        Image.fromarray(image.reshape(X.shape[-2:])).save(png, "PNG", optimize=True)
+        body += (
+            f'<image x="{x + 5}" y="{y + 5}" width="{cell - 10}" height="{cell - 10}" '
+            'style="image-rendering:pixelated" xlink:href="data:image/png;base64,'
+            f'{base64.b64encode(png.getvalue()).decode()}"/>'
+        )
+        if titles:
+            body += text(complex(x + cell / 2, y - 5), escape(titles[i]), 'text-anchor="middle"')
+    height = math.ceil(len(X) / columns) * (cell + line)
+    words = f": {', '.join(titles)}" if titles else ""
+    return picture(body, min(columns, len(X)) * cell, height, f"{len(X)} images{words}.")
+
+
+class Board:
+    """The live board: ``train(…, on_progress=Board())`` draws loss and accuracy after every epoch.
+
+    It updates one display, at most once in ``interval`` seconds and after a run's last epoch. Only
+    then does it add the PNG, which takes longer. ``picture`` is what it drew last.
+    """
+
+    def __init__(self, title: str = "", interval: float = 0.3):
+        self.title, self.interval = title, interval
+        self.picture: Picture | None = None
+        self._history = self._handle = None
+        self._epochs, self._drawn = math.inf, -math.inf
+
+    def __call__(self, history: Any) -> None:
+        """Draw ``history``: its loss, accuracy and seconds, each a list with a number per epoch."""
+        epochs = len(history.loss)
+        new_run = history is not self._history and epochs <= self._epochs
+        late = time.monotonic() - self._drawn >= self.interval
+        last = epochs >= history.num_epochs
+        self._history, self._epochs = history, epochs
+        if epochs == 0 or not (new_run or late or last):
+            return
+        self.picture = _draw_board(history, self.title)
+        exclude = () if last else ("image/png",)
+        if new_run or self._handle is None:
+            self._handle = _display(self.picture, exclude)
+        else:
+            self._handle.update(self.picture, exclude=exclude)
+        self._drawn = time.monotonic()
+
+
+def _display(picture: Picture, exclude: Sequence[str]) -> Any:
+    """Show the picture in the running notebook and return its handle; None outside of one."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
+        return None
+    return ipython.display.display(picture, display_id=True, exclude=exclude)
+
+
+@_styled
+def _draw_board(history: Any, title: str) -> Picture:
+    figure = _figure(270, layout="none")  # found in no time
+    figure.subplots_adjust(0.05, 0.26, 0.98, 0.82 if title else 0.91)
+    epochs = range(1, len(history.loss) + 1)
+    words = [f"epoch {len(epochs)} of {history.num_epochs}"]
+    curves = {"training loss": history.loss, "test accuracy": history.accuracy}
+    for i, (axes, (name, values)) in enumerate(
+        zip(figure.subplots(1, 2), curves.items(), strict=True)
+    ):
+        axes.plot(epochs, values, color=PALETTE[i], marker=MARKERS[i], linestyle=DASHES[i])
+        axes.set(
+            title=f"{name}: {values[-1]:.3f}", xlabel="epoch", xlim=(0.5, history.num_epochs + 0.5)
+        )
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.grid()
+        axes.set_ylim(0, 1 if i else None)
+        words.append(f"{name} {values[-1]:.3f}")
+    words.append(f"{_quantity(statistics.median(history.seconds), 'seconds')} per epoch")
+    caption = f"{history.devices}; {history.hardware}; {words[-1]}"
+    figure.supxlabel("\n".join(textwrap.wrap(caption, 110)), x=0.02, y=0.03, ha="left", fontsize=11)
+    figure.suptitle(title, x=0.02, y=0.96, ha="left", fontweight="bold")
+    return _chart(figure, f"{title or 'Training'}: {', '.join(words)}; {history.devices}.")

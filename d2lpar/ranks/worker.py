@@ -1,0 +1,239 @@
+"""What runs inside a rank: it joins the others, calls the function, reports, and stays until ended.
+
+The other half of ``launcher``. One connection joins the rank to its caller. It carries lines of
+output, the result or the failure, and the question where the rank stands; when it ends, the caller
+is gone, and so is the rank.
+"""
+
+import contextlib
+import faulthandler
+import io
+import itertools
+import linecache
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import util
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from .lanes import SharedMemory
+from .members import use_lanes
+from .transport import PeerError
+
+
+class Job(NamedTuple):
+    """What every rank is given."""
+
+    call: bytes  # the function and its arguments, see pickled
+    sources: dict  # linecache's entries of code that is in no file: cells
+    environment: dict
+    files: list  # in which the ranks meet, and their lanes
+    rubbish: str | None  # a folder of the caller's own, to be removed if it is killed
+    timeout: float
+    threads: int
+
+
+class Failure(NamedTuple):
+    """What a rank tells of an exception."""
+
+    follows: bool  # from another rank's: it says that one is missing
+    when: float  # on the clock that all processes of a machine share
+    what: str  # in one line
+    details: str  # the traceback
+
+
+def be_rank(
+    rank: int, world_size: int, connection: Connection, job: Job, memory: SharedMemory | None
+) -> None:
+    """What runs in the new process: call the function, report, and stay until ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its ranks
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # a group of processes, which ends as one
+    pid = os.getpid()
+    faulthandler.dump_traceback_later(job.timeout + 60, exit=True, file=2)  # see _watch
+    lock = threading.RLock()  # a finalizer that prints may run inside send, in the same thread
+
+    def send(kind: str, content: Any) -> None:
+        with lock:
+            connection.send((kind, content))
+
+    outputs = sys.stdout, sys.stderr = _Output("stdout", send), _Output("stderr", send)
+    _allow_children(connection)
+    threading.Thread(target=_watch, args=(connection, send, outputs, job), daemon=True).start()
+    try:
+        _prepare(rank, world_size, job, memory)
+        fn, *args = _unpickled(job.call)
+        result = fn(rank, world_size, *args)
+        outcome = "result", pickled([result], lambda: f"the result ({type(result).__name__})")
+    except BaseException as error:
+        outcome = "failure", _failure(error)
+    if os.getpid() != pid:  # the function has forked, and this is the copy: it has nothing to tell
+        os._exit(0)
+    util._run_finalizers(0)  # as at the end of any process: it takes the names of locks away
+    for output in outputs:
+        output.finish()
+    send(*outcome)
+    threading.Event().wait()  # if it left now, those that still talk to it would fail
+
+
+def _allow_children(connection: Connection) -> None:
+    """Let a rank have processes, such as a DataLoader's workers; they end with its group."""
+    multiprocessing.current_process().daemon = False  # daemons may have none
+    multiprocessing.set_start_method(None, force=True)  # Python's own, not that of the ranks
+
+    def leave() -> None:
+        """What a forked process is not: one that reports to the caller, or keeps its line open."""
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        connection.close()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=leave)
+
+
+def kill_group(pid: int) -> None:
+    """Kill a rank and all processes that it has started."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _prepare(rank: int, world_size: int, job: Job, memory: SharedMemory | None) -> None:
+    """Do what multiprocessing, which sets directory and path, does not; join the group."""
+    os.environ.clear()  # what is here dates from the start of the fork server
+    os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    loopback = {"darwin": "lo0", "win32": "Loopback Pseudo-Interface 1"}.get(sys.platform, "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback  # left alone, gloo may choose an outward interface
+    tempfile.tempdir = None  # the fork server's
+    linecache.cache.update(job.sources)
+    torch.set_num_threads(job.threads)
+    torch.manual_seed(rank)  # copies of one server, they would all draw the same numbers
+    random.seed(rank)
+    limit = timedelta(seconds=job.timeout + 10)  # beyond the caller's limit, which tells more
+    store = dist.FileStore(job.files[0], world_size)
+    dist.init_process_group("gloo", None, limit, world_size, rank, store)
+    if memory:
+        memory.open()
+        use_lanes(memory, 0.9 * job.timeout)  # before the caller's limit, which tells less
+    dist.barrier()
+    if memory:
+        memory.remove()  # all have mapped it: so nothing is left behind, whoever is killed
+
+
+def _failure(error: BaseException) -> Failure:
+    """What to tell of an exception: its traceback begins with the user's function."""
+    when, trace = time.monotonic(), error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    name = next(s for s in traceback.format_exception_only(error) if not s.startswith(" "))
+    details = "".join(traceback.format_exception(type(error), error, trace))
+    follows = isinstance(error, PeerError)
+    return Failure(follows, when, name.splitlines()[0], _without_paths_of_cells(details))
+
+
+def _watch(connection: Connection, send: Callable, outputs: tuple, job: Job) -> None:
+    """Say where the main thread stands when the caller asks, and end the rank when it is gone.
+
+    This thread runs unless C code keeps the interpreter's lock for ever. For that there is
+    faulthandler's clock, which needs no lock.
+    """
+    try:
+        while connection.recv():
+            for output in outputs:
+                output.finish()
+            send("stack", _where())
+    except (EOFError, OSError):  # the caller was killed: nobody else is left to clean up
+        for file in job.files:
+            with contextlib.suppress(OSError):
+                os.unlink(file)
+        if job.rubbish:
+            shutil.rmtree(job.rubbish, ignore_errors=True)
+    finally:
+        kill_group(os.getpid())
+        os._exit(1)
+
+
+def _where() -> str:
+    """The stack of the main thread, from the user's function on."""
+    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    stack = itertools.dropwhile(lambda f: f.filename != __file__, stack)  # multiprocessing's frames
+    stack = itertools.dropwhile(lambda f: f.filename == __file__, stack)  # and ours
+    return _without_paths_of_cells("".join(traceback.format_list(list(stack))))
+
+
+def _without_paths_of_cells(text: str) -> str:
+    return re.sub(r'"[^"\n]*ipykernel_\d+[\\/]\d+\.py"', '"<cell>"', text)
+
+
+class _Output(io.TextIOBase):
+    """A stdout or stderr that sends whole lines to the caller; every thread has its own line."""
+
+    encoding = "utf-8"
+
+    def __init__(self, kind: str, send: Callable):
+        self.kind, self.send = kind, send
+        self.begun = {}  # thread -> the parts of the line that it has begun
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        begun = self.begun.setdefault(threading.get_ident(), [])
+        begun.append(text)
+        if "\n" in text:
+            *lines, rest = "".join(begun).split("\n")
+            begun[:] = [rest]
+            self.send(self.kind, lines)
+        return len(text)
+
+    def finish(self) -> None:
+        """Send the lines that were begun and not ended."""
+        begun = ["".join(self.begun.pop(thread)) for thread in list(self.begun)]
+        lines = [line for line in begun if line]
+        if lines:
+            self.send(self.kind, lines)
+
+
+def pickled(values: Sequence, name: Callable[[], str]) -> bytes:
+    """Return ``values``, one after the other, as bytes, or raise a TypeError that names what fails.
+
+    One pickler writes them all, so that what they share they still share when they are read.
+    """
+    buffer = io.BytesIO()
+    pickler = cloudpickle.Pickler(buffer)
+    try:
+        for value in values:
+            pickler.dump(value)
+    except Exception as error:
+        raise TypeError(f"{name()} cannot be sent to another process: {error}") from None
+    return buffer.getvalue()
+
+
+def _unpickled(call: bytes) -> list:
+    """Return the function and its arguments, or raise a TypeError that names the one at fault."""
+    buffer, values = io.BytesIO(call), []
+    unpickler = pickle.Unpickler(buffer)
+    while buffer.tell() < len(call):
+        try:
+            values.append(unpickler.load())
+        except Exception as error:
+            name = f"argument {len(values) - 1}" if values else "the function"
+            problem = f"{name} cannot be unpickled in the rank: {type(error).__name__}: {error}"
+            raise TypeError(problem) from error
+    return values

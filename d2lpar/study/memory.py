@@ -1,0 +1,103 @@
+"""How much memory tensors take: at the peak of a computation, and for the sake of backward.
+
+On a GPU torch's allocator keeps count. On a CPU nothing does, so ``peak_memory`` looks at every
+operation and counts what it returns. Notebook 04 uses this file.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode  # "Extending PyTorch" documents it
+
+from ..data_parallel.scattering import tensors_of
+from ..devices import as_device, num_bytes
+
+
+def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
+    """Call ``function`` and return by how many bytes the tensors on ``device`` grew at most.
+
+    On a GPU this is what its allocator reports. On a CPU it is counted: the storage of every tensor
+    that an operation of this thread, or of its backward pass, returns, until it is freed. Not seen
+    is what an operation uses inside, nor what the function lets other threads do: torch's dispatch
+    modes are per thread.
+    """
+    device = as_device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with _LiveTensors(device) as tensors:
+        function()
+    return tensors.peak
+
+
+class _LiveTensors(TorchDispatchMode):
+    """Count the bytes of storages that operations make while the mode is on."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device, self.live, self.peak = device, 0, 0
+        self._known: dict[int, weakref.finalize] = {}  # by storage, also of those not counted
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Do the operation, then count the storages that are new."""
+        for tensor in tensors_of([args, kwargs or {}]):
+            self._note(tensor, new=False)
+        result = function(*args, **(kwargs or {}))
+        for tensor in tensors_of([result]):
+            self._note(tensor, new=True)
+        return result
+
+    def _note(self, tensor: torch.Tensor, new: bool) -> None:
+        if tensor.layout != torch.strided or tensor.device != self.device:
+            return
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes() * new
+        if key not in self._known:
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            self._known[key] = weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        del self._known[key]
+        self.live -= nbytes
+
+    def __exit__(self, *error):
+        """Stop counting, also of what is freed later."""
+        for finalizer in list(self._known.values()):
+            finalizer.detach()
+        return super().__exit__(*error)
+
+
+def saved_memory(
+    function: Callable[[], Any], without: Iterable[torch.Tensor] = ()
+) -> tuple[Any, int]:
+    """Call ``function``; return its result, and the bytes that autograd saved for backward.
+
+    A storage is counted once, and not at all if it is that of a tensor in ``without`` or of the
+    result: what is kept anyway.
+    """
+    saved = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+        else:
+            saved[tensor] = num_bytes(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function()
+    for tensor in [*without, *tensors_of(result)]:
+        if tensor.layout != torch.strided:
+            saved.pop(tensor, None)
+            continue
+        saved.pop(tensor.untyped_storage().data_ptr(), None)
+    return result, sum(saved.values())

@@ -1,0 +1,285 @@
+"""The methods of this book side by side: one network, one batch, and a step of each method.
+
+What is exact is counted: bytes and messages sent, memory held and at the peak, the loss after ten
+steps. Times are taken of all methods in turn, in another order in each round, within one launch: a
+disturbance of the machine then hits all alike, and the ratio within a round means something.
+Notebook 09 uses this file.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from .. import ranks
+from ..collectives.cost import closed_form
+from ..collectives.schedules import ring, star
+from ..data_parallel.ddp import DistributedDataParallel
+from ..data_parallel.replicas import DataParallel
+from ..devices import count_bytes
+from ..mixed_precision import autocast
+from ..models import lenet_layers
+from ..network import channels_last
+from ..pipeline.distributed import DistributedPipeline
+from ..pipeline.partition import cut
+from ..tensor_parallel.layers import TensorParallelLeNet
+from .memory import peak_memory
+from .splits import profile
+
+METHODS = (
+    "one device",
+    "DataParallel",
+    "DDP",
+    "DDP, one bucket",  # apex's delay_allreduce
+    "torch's DDP",
+    "pipeline",
+    "tensor split",
+)
+ALONE = "one device", "DataParallel"  # in one process: rank 0 works, the others wait
+EACH = "each rank alone"  # a control: with a free core for every rank as fast as one device
+MICROBATCHES = 4
+CAP_MB = 0.1  # of a bucket: LeNet has half a megabyte
+
+
+class Method(NamedTuple):
+    """A method on one rank, ready to train."""
+
+    step: Callable[[], torch.Tensor | None]  # one training step; its loss, where this rank has it
+    optimizer: torch.optim.Optimizer
+
+
+class Counts(NamedTuple):
+    """What a method takes on a rank."""
+
+    sent: int | None  # bytes per step, by the busiest device; None: not by way of our ledger
+    messages: int | None  # likewise; in a pipeline a header of 128 bytes comes before each tensor
+    held: int  # bytes of parameters, and of the optimiser's state
+    peak: int | None  # bytes of all tensors at most; None: they are made in threads, and not seen
+
+
+def make(
+    name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = None
+) -> Method | None:
+    """Return a method for LeNet, with the same weights every time; None on a rank without a part.
+
+    Called on all ranks of a ``launch``, of which a pipeline takes at most 4, LeNet's layers.
+
+    Args:
+        name: one of ``METHODS``, or ``EACH``.
+        X: images (n, 1, 28, 28) of the whole batch, equal on all ranks; n a multiple of their
+            number, since DDP takes the mean over ranks.
+        y: their classes (n,).
+        region: in which forward passes compute; None: float32.
+
+    Raises:
+        ValueError: there is no such method, or ``X`` has other rows.
+    """
+    rank, k = dist.get_rank(), dist.get_world_size()
+    if name not in (*METHODS, EACH):
+        raise ValueError(f"there is no method {name!r}, but {', '.join(METHODS)}")
+    if len(X) % k:
+        raise ValueError(f"{len(X)} rows cannot be split evenly over {k} ranks")
+    if name in ALONE and rank:
+        return None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = lenet_layers()
+    for param in layers.parameters():
+        if param.dim() == 4:  # as the tensor split has them: else it would be the faster network
+            param.data = channels_last(param.data)
+    region = region or autocast(enabled=False)
+    if name == "pipeline":
+        flops = [sum(layer.flops) for layer in profile(layers, X[:2])]
+        stage = cut(layers, k, flops)[rank]
+        stage.forward = region(stage.forward)
+        pipeline = DistributedPipeline(stage, _loss, MICROBATCHES, count=len)
+        optimizer = _optimizer(stage)
+        return Method(_stepping(optimizer, partial(pipeline.forward_backward, X, y)), optimizer)
+    model = _wrap(name, layers, k)
+    if "DDP" in name:
+        X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
+
+    def forward_backward() -> torch.Tensor:
+        with region.for_thread():
+            value = _loss(model(X), y)
+        value.backward()
+        return value.detach()
+
+    optimizer = _optimizer(model)
+    return Method(_stepping(optimizer, forward_backward), optimizer)
+
+
+def _wrap(name: str, layers: nn.Sequential, k: int) -> nn.Module:
+    if name == "tensor split":  # takes linear weights as (inputs, outputs)
+        return TensorParallelLeNet([p.T if p.dim() == 2 else p for p in layers.parameters()])
+    wraps = {
+        "one device": lambda layers: layers,
+        EACH: lambda layers: layers,
+        "DataParallel": partial(DataParallel, device_ids=["cpu"] * k),
+        "DDP": partial(DistributedDataParallel, bucket_cap_mb=CAP_MB),
+        "DDP, one bucket": partial(DistributedDataParallel, bucket_cap_mb=1e6),
+        "torch's DDP": partial(nn.parallel.DistributedDataParallel, bucket_cap_mb=CAP_MB),
+    }
+    return wraps[name](layers)
+
+
+def _loss(y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y_hat.float(), y)
+
+
+def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def _stepping(optimizer: torch.optim.Optimizer, forward_backward: Callable) -> Callable:
+    def step() -> torch.Tensor | None:
+        optimizer.zero_grad()
+        value = forward_backward()
+        optimizer.step()
+        return value
+
+    return step
+
+
+def count_step(
+    name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = None
+) -> Counts | None:
+    """Return what a method takes on this rank in three steps; None if it has no part.
+
+    The first step makes the optimiser's state and the second, with torch's wrapper, other buckets:
+    messages are those of the third. The peak is that of all three, and of making the method.
+    """
+    found = {}
+
+    def train() -> None:
+        method = found["method"] = make(name, X, y, region)
+        for _ in range(3 if method else 0):
+            with count_bytes() as found["ledger"]:
+                method.step()
+
+    peak = peak_memory(train, "cpu")
+    if not found["method"]:
+        return None
+    method, ledger = found["method"], found["ledger"]
+    sent, messages = _busiest(ledger.bytes), _busiest(ledger.messages)
+    if name == "torch's DDP":
+        sent = messages = None
+    params = [param for group in method.optimizer.param_groups for param in group["params"]]
+    states = [x for state in method.optimizer.state.values() for x in state.values()]
+    held = sum(x.nbytes for x in params + states if isinstance(x, torch.Tensor))
+    return Counts(sent, messages, held, None if name == "DataParallel" else peak)
+
+
+def _busiest(sent: Counter) -> int:
+    """Return the most that one position has sent, of bytes or messages by (source, destination)."""
+    total = Counter()
+    for (src, _), n in sent.items():
+        total[src] += n
+    return max(total.values(), default=0)
+
+
+def loss_after(
+    steps: int, name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = None
+) -> float | None:
+    """Return the loss in the last of several steps, of this rank's rows; None if it has none."""
+    method = make(name, X, y, region)
+    if not method:
+        return None
+    value = [method.step() for _ in range(steps)][-1]
+    return None if value is None else value.item()
+
+
+def time_in_turn(
+    steps: dict[str, Callable | None], rounds: int = 15, warm_up: int = 2, seed: int = 0
+) -> dict[str, list[float]]:
+    """Return each method's seconds in each round, all ranks together, from barrier to barrier.
+
+    Called on all ranks, with the same names in the same order. None: this rank has no part in a
+    method. ``seed`` is that of the order in which they take turns.
+    """
+    order, seconds = random.Random(seed), {name: [] for name in steps}
+    for i in range(warm_up + rounds):
+        for name in order.sample(list(steps), len(steps)):
+            ranks.barrier(label=str(name))  # MismatchError, where ranks would run different ones
+            begin = time.perf_counter()
+            if steps[name]:
+                steps[name]()
+            ranks.barrier()
+            if i >= warm_up:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def ratios(seconds: dict[str, Sequence[float]], base: str) -> dict[str, tuple[float, ...]]:
+    """Return quartile, median, quartile of how many times as fast as ``base``, round by round."""
+    table = {}
+    for name, own in seconds.items():
+        fast = sorted(b / s for b, s in zip(seconds[base], own, strict=True))
+        table[name] = fast[len(fast) // 4], median(fast), fast[-1 - len(fast) // 4]
+    return table
+
+
+def unrest(*quartiles: tuple[float, float, float]) -> str:
+    """Return a warning if the same work takes more than a fifth longer or shorter, else "".
+
+    Takes the quartiles of work that should be as fast as its base: one device again, and ``EACH``.
+    """
+    low, high = min(q[0] for q in quartiles), max(q[2] for q in quartiles)
+    if low >= 0.8 and high <= 1.25:
+        return ""
+    return (
+        f"The same work is {low:.2f} to {high:.2f} times as fast as itself: the machine is busy, "
+        "or its cores share what they need. Distrust the times."
+    )
+
+
+# Eight GPUs, predicted
+
+
+class Published(NamedTuple):
+    """What NVIDIA has measured with ResNet-50, in images a second, and a link that we assume."""
+
+    one_gpu: float
+    eight_gpus: float
+    link: float  # bytes a second, each way: assumed
+
+
+# DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md, container 21.03
+# (March 2021; V100s of 16 GB): https://github.com/NVIDIA/DeepLearningExamples
+PUBLISHED = MappingProxyType(
+    {
+        "DGX-1, V100, float32": Published(367, 2855, 130e9),
+        "DGX-1, V100, mixed": Published(1200, 8322, 130e9),
+        "DGX A100, TF32": Published(938, 7248, 250e9),
+        "DGX A100, mixed": Published(2470, 16621, 250e9),
+    }
+)
+RESNET50_BYTES = 25_557_032 * 4  # of its gradients, in float32
+
+
+def predict_images(
+    one_gpu: float, link: float, *, method: str = "DDP", k: int = 8, rows: int = 256
+) -> float:
+    """Return the images a second of a method on ``k`` GPUs, from those of one.
+
+    Backward takes two thirds of a step. With "DDP" the gradients travel in a ring while it runs,
+    with "DDP, one bucket" afterwards; with "DataParallel" GPU 0 sends out the parameters, and takes
+    in the gradients, one GPU after the other. Latency (10 µs), ``rows`` per GPU and ``link`` (bytes
+    a second) are assumptions.
+    """
+    schedules = {"DDP": ring, "DDP, one bucket": ring, "DataParallel": star}
+    if method not in schedules:
+        raise ValueError(f"method {method!r} is none of {', '.join(schedules)}")
+    travel = closed_form(schedules[method], k, RESNET50_BYTES, alpha=1e-5, beta=1 / link).seconds
+    step = rows / one_gpu
+    hidden = 2 / 3 * step if method == "DDP" else 0
+    return k * rows / (step - hidden + max(hidden, travel))

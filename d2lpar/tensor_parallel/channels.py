@@ -1,0 +1,126 @@
+"""LeNet with its channels cut over several devices, as AlexNet was over two, in one process.
+
+Each device has some of the output channels of every layer. Where a layer *exchanges*, it takes all
+channels of the layer before, most of which come from other devices; where it does not, only those
+of its own device: nothing is sent, and the network is another one, with fewer weights. Notebook 07
+builds this file. Source: Krizhevsky, Sutskever and Hinton, "ImageNet Classification with Deep
+Convolutional Neural Networks" (2012), section 3.2 and figure 2.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+from ..devices import move
+from ..network import channels_last
+
+LAYERS = ("conv1", "conv2", "linear1", "linear2")
+EXCHANGES = LAYERS[1:]  # those that can; the first layer takes the image
+
+
+def split_channels(
+    params: list[torch.Tensor],
+    devices: Sequence[torch.device],
+    exchange: Sequence[str] = EXCHANGES,
+) -> list[list[torch.Tensor]]:
+    """Cut LeNet's eight parameters by output channels: for each device its own, gradients on.
+
+    The weights of a layer that does not exchange lose those from other devices' channels.
+
+    Args:
+        params: see ``init_params``.
+        devices: at most 10, since ``linear2`` has 10 outputs.
+        exchange: the layers that take all channels.
+
+    Raises:
+        ValueError: ``exchange`` names a layer that cannot, or there are too many devices, or none.
+    """
+    _check(devices, exchange)
+    k = len(devices)
+    device_params = []
+    for d, device in enumerate(devices):
+        own = []
+        for i, layer in enumerate(LAYERS):
+            W, b = params[2 * i : 2 * i + 2]
+            out_dim = 0 if layer.startswith("conv") else 1  # a linear layer's weight is (in, out)
+            W = W.tensor_split(k, out_dim)[d]
+            if i > 0 and layer not in exchange:
+                W = own_inputs(W, 1 - out_dim, params[2 * i - 1].numel(), d, k)
+            W = channels_last(W) if layer.startswith("conv") else W
+            own += [W, b.tensor_split(k)[d]]
+        device_params.append(
+            [param.detach().to(device, copy=True).requires_grad_() for param in own]
+        )
+    return device_params
+
+
+def own_inputs(W: torch.Tensor, dim: int, num_channels: int, d: int, k: int) -> torch.Tensor:
+    """Return the part of ``W`` along ``dim`` that takes the input channels of device ``d`` of k.
+
+    A channel is several inputs of a linear layer.
+    """
+    each = W.shape[dim] // num_channels
+    channels = torch.arange(num_channels).tensor_split(k)[d]
+    return W.narrow(dim, int(channels[0]) * each, len(channels) * each)
+
+
+def split_lenet(
+    X: torch.Tensor,
+    device_params: list[list[torch.Tensor]],
+    devices: Sequence[torch.device],
+    exchange: Sequence[str] = EXCHANGES,
+) -> torch.Tensor:
+    """Return the logits, of shape (n, 10), on ``devices[0]``; gradients flow back.
+
+    The ledger counts what each layer sends forward under the layer's name, and the gradients that
+    come back as "gradient of" that. The joined logits are sent as "logits".
+
+    Args:
+        X: images of shape (n, 1, 28, 28), which every device gets.
+        device_params: see ``split_channels``, called with the same devices and ``exchange``.
+        devices: one for each list of parameters.
+        exchange: the layers that take all channels.
+    """
+    _check(devices, exchange)
+    parts = [move(X, device, "host", d, "images") for d, device in enumerate(devices)]
+    for i, layer in enumerate(LAYERS):
+        if layer in exchange:
+            parts = exchanged(parts, devices, layer)
+        parts = [
+            apply_layer(layer, part, *params[2 * i : 2 * i + 2])
+            for part, params in zip(parts, device_params, strict=True)
+        ]
+    return joined(parts, devices, 0, "logits")
+
+
+def apply_layer(layer: str, X: torch.Tensor, W: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return what one layer of LeNet makes of ``X``: (n, channels, …), for its own weights."""
+    if layer.startswith("conv"):
+        return F.avg_pool2d(F.conv2d(X, W, b).relu_(), 2)
+    output = torch.addmm(b, X.flatten(1), W)
+    return output.relu_() if layer == "linear1" else output
+
+
+def exchanged(
+    parts: list[torch.Tensor], devices: Sequence[torch.device], layer: str
+) -> list[torch.Tensor]:
+    """Give every device the channels of all: k(k - 1) messages."""
+    return [joined(parts, devices, d, layer) for d in range(len(devices))]
+
+
+def joined(
+    parts: list[torch.Tensor], devices: Sequence[torch.device], d: int, kind: str
+) -> torch.Tensor:
+    """Join the channels of all devices on device ``d``."""
+    back = f"gradient of {kind}"
+    there = [move(part, devices[d], src, d, kind, back) for src, part in enumerate(parts)]
+    return torch.cat(there, dim=1)
+
+
+def _check(devices: Sequence[torch.device], exchange: Sequence[str]) -> None:
+    unknown = [layer for layer in exchange if layer not in EXCHANGES]
+    if unknown or isinstance(exchange, str):
+        raise ValueError(f"exchange is {exchange!r}, but may name {', '.join(EXCHANGES)}")
+    if not 1 <= len(devices) <= 10:
+        raise ValueError(f"{len(devices)} devices for channels that can be cut for 1 to 10")

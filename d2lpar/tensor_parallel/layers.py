@@ -1,0 +1,204 @@
+"""Layers cut in half: every rank has some columns, or some rows, of a weight.
+
+Two operators make it work, and each is the other's way back. ``copy_to_group`` hands a tensor that
+all ranks have to a part of a layer: it does nothing forward, and adds up the gradients backward.
+``reduce_from_group`` adds up what the parts have computed: it does nothing backward. Notebook 07
+builds this file. Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language
+Models Using Model Parallelism" (2019), where the two are called f and g.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from .. import ranks
+from ..network import channels_last
+
+
+def copy_to_group(X: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return ``X``, equal on all ranks; its gradients of all ranks are added up."""
+    return _CopyToGroup.apply(X, group)
+
+
+def reduce_from_group(X: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the sum of all ranks' ``X``; each gets the gradient of the sum."""
+    return _ReduceFromGroup.apply(X, group)
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, X, group):
+        ctx.group = group
+        return X.view_as(X)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _summed(grad, ctx.group), None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, X, group):
+        return _summed(X, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def _summed(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    ranks.allreduce(tensor, group=group)
+    return tensor
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return the size of a group and this rank's place in it; ValueError if it has none."""
+    transport = ranks.member_of(group, None)[0].transport
+    return len(transport.ranks), transport.member
+
+
+def own_part(
+    tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return a copy of this rank's part of ``tensor``, cut along ``dim`` by ``tensor_split``.
+
+    Raises:
+        ValueError: there are fewer elements along ``dim`` than ranks.
+    """
+    k, me = place_in(group)
+    if tensor.shape[dim] < k:
+        raise ValueError(f"{tensor.shape[dim]} columns, rows or channels are too few for {k} ranks")
+    return tensor.detach().tensor_split(k, dim)[me].clone()
+
+
+class ColumnParallelLinear(nn.Module):
+    """The rank's own columns of ``nn.Linear``: from all inputs to some of the outputs.
+
+    ``weight`` (own outputs, in_features) and ``bias`` (own outputs) are the rank's own. They are
+    cut from those that ``nn.Linear`` draws: with the same seed on all ranks the whole layer is that
+    of one process. Called with X (…, in_features), equal on all ranks; returns (…, own outputs).
+
+    Args:
+        in_features: of the whole layer.
+        out_features: of the whole layer; the ranks' parts differ by at most one.
+        bias: whether there is one.
+        group: the process group; None: all ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ):
+        super().__init__()
+        whole = nn.Linear(in_features, out_features, bias)
+        self.group = group
+        self.weight = nn.Parameter(own_part(whole.weight, 0, group))
+        self.bias = nn.Parameter(own_part(whole.bias, 0, group)) if bias else None
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        """Return this rank's columns of the output."""
+        return F.linear(copy_to_group(X, self.group), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """The rank's own rows of ``nn.Linear``: from some of the inputs to all outputs.
+
+    ``weight`` (out_features, own inputs) is the rank's own; ``bias`` (out_features) is the same on
+    all ranks, and is added once, to the sum. Called with X (…, own inputs), as
+    ``ColumnParallelLinear`` returns it; returns (…, out_features), equal on all ranks. Arguments
+    and seeds are those of ``ColumnParallelLinear``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ):
+        super().__init__()
+        whole = nn.Linear(in_features, out_features, bias)
+        self.group = group
+        self.weight = nn.Parameter(own_part(whole.weight, 1, group))
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(whole.bias.detach().clone())
+            first = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
+            ranks.broadcast(self.bias.detach(), first, group)
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        """Return the output, equal on all ranks."""
+        output = reduce_from_group(F.linear(X, self.weight), self.group)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class TensorParallelMLP(nn.Module):
+    """Two linear layers and a GELU, cut so that one allreduce is needed each way.
+
+    The columns of the first layer are the inputs of the second one's rows, so nothing is sent
+    between the two. Takes and returns (…, num_features), equal on all ranks.
+    """
+
+    def __init__(self, num_features: int, num_hidden: int, group: dist.ProcessGroup | None = None):
+        super().__init__()
+        self.columns = ColumnParallelLinear(num_features, num_hidden, group=group)
+        self.rows = RowParallelLinear(num_hidden, num_features, group=group)
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        """Return the output, equal on all ranks."""
+        return self.rows(F.gelu(self.columns(X)))
+
+
+class TensorParallelLeNet(nn.Module):
+    """LeNet, each rank with some of the channels of every layer.
+
+    Two allreduces forward, and one backward, or two if the images require gradients.
+
+    Args:
+        params: those of the whole network, see ``init_params``, equal on all ranks.
+        group: the process group; None: all ranks.
+
+    Raises:
+        ValueError: there are more than 20 ranks, the filters of the first layer.
+    """
+
+    def __init__(self, params: list[torch.Tensor], group: dist.ProcessGroup | None = None):
+        super().__init__()
+        self.group = group
+        self.params = nn.ParameterList(cut_lenet(params, group))
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        """Return the logits, of shape (n, 10), of images ``X`` of shape (n, 1, 28, 28)."""
+        W1, b1, W2, b2, W3, b3, W4, b4 = self.params
+        X = copy_to_group(X, self.group)
+        h1 = F.avg_pool2d(F.conv2d(X, W1, b1).relu_(), 2)  # (n, own channels, 13, 13)
+        h2 = reduce_from_group(F.conv2d(h1, W2), self.group)  # (n, 50, 9, 9)
+        h2 = F.avg_pool2d((h2 + b2[:, None, None]).relu_(), 2)  # (n, 50, 4, 4)
+        h2 = copy_to_group(h2.flatten(1), self.group)
+        h3 = torch.addmm(b3, h2, W3).relu_()  # (n, own columns)
+        return reduce_from_group(h3 @ W4, self.group) + b4  # (n, 10)
+
+
+def cut_lenet(
+    params: list[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor]:
+    """Return this rank's part of LeNet's eight parameters: layers in pairs.
+
+    The first of a pair is cut by its outputs, the second one by its inputs, and its bias is whole,
+    to be added to the sum.
+    """
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
+    own = partial(own_part, group=group)
+    return [
+        *(channels_last(own(W1, 0)), own(b1, 0)),  # (own channels, 1, 3, 3)
+        *(channels_last(own(W2, 1)), b2.detach().clone()),  # (50, own channels, 5, 5)
+        *(own(W3, 1), own(b3, 0)),  # (800, own columns)
+        *(own(W4, 0), b4.detach().clone()),  # (own rows, 10)
+    ]

@@ -1,0 +1,156 @@
+"""Ranks in rows and columns: two ways of splitting at once, and the weights of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from d2lpar import (
+    DistributedDataParallel,
+    DistributedPipeline,
+    NaiveDistributedDataParallel,
+    cut,
+    init_params,
+    launch,
+    lenet,
+    ranks,
+)
+from d2lpar.ranks.grid import make_grid
+from d2lpar.tensor_parallel.layers import TensorParallelLeNet
+
+LIMIT = 60  # seconds, for what takes less than one
+STEPS, LR = 5, 0.1
+LENET_CUTS = (0, 0, 1, None, 1, 0, 0, None)  # along which dimension each parameter is cut
+
+
+@torch.no_grad()
+def step(params):
+    for param in params:
+        param -= LR * param.grad
+        param.grad = None
+
+
+def batches(rows=16):
+    data = torch.Generator().manual_seed(4)
+    return [
+        (  # float64: several steps amplify the rounding of float32
+            torch.randn(rows, 1, 28, 28, generator=data, dtype=torch.float64),
+            torch.randint(10, (rows,), generator=data),
+        )
+        for _ in range(STEPS)
+    ]
+
+
+def train_whole(model, params):
+    """The reference: one process, the whole batch."""
+    for X, y in batches():
+        F.cross_entropy(model(X), y).backward()
+        step(params)
+
+
+def distance(ours, theirs):
+    """The largest difference; infinite where a shape is another."""
+    pairs = list(zip(ours, theirs, strict=True))
+    if any(a.shape != b.shape for a, b in pairs):
+        return float("inf")
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("rows, columns", [(2, 2), (1, 4), (4, 1), (2, 3), (1, 1)])
+def test_rows_are_neighbours_and_columns_have_one_of_each_row(rows, columns):
+    def run(rank, world_size):
+        groups = make_grid(rows, columns)
+        sums = [torch.tensor(10.0**rank, dtype=torch.float64) for _ in groups]
+        for tensor, group in zip(sums, groups, strict=True):
+            ranks.allreduce(tensor, group=group)
+        members = [dist.get_process_group_ranks(group) for group in groups]
+        return [tensor.item() for tensor in sums], members
+
+    for rank, (sums, members) in enumerate(launch(run, rows * columns, timeout=LIMIT)):
+        i, j = divmod(rank, columns)
+        row = [i * columns + other for other in range(columns)]
+        column = [other * columns + j for other in range(rows)]
+        assert members == [row, column]
+        assert sums == [sum(10.0**r for r in row), sum(10.0**r for r in column)]
+
+
+def test_a_grid_of_another_size_than_the_world_is_an_error():
+    def run(rank, world_size):
+        said = []
+        for sizes in [(2, 2), (1, 1), (0, 2), (-1, -2), (3, 1)]:
+            try:
+                make_grid(*sizes)
+            except ValueError as error:
+                said.append(str(error))
+        row, _ = make_grid(1, 2)  # nothing was left half done
+        return said, dist.get_world_size(row)
+
+    for said, size in launch(run, 2, timeout=LIMIT):
+        assert size == 2 and len(said) == 5
+        assert said[0] == "2 ranks do not make 2 rows of 2 columns"
+
+
+# Two ways at once
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_data_by_tensor_parallel_lenet_gets_the_weights_of_one_process(averages):
+    def run(rank, world_size):
+        row, column = make_grid(2, 2)
+        params = [p.double() for p in init_params(0.1, torch.Generator().manual_seed(3))]
+        whole = [param.clone().requires_grad_() for param in params]
+        train_whole(lambda X: lenet(X, whole), whole)
+        net = TensorParallelLeNet(params, row)
+        replica = DistributedDataParallel(net, process_group=column) if averages else net
+        for X, y in batches():
+            X, y = (rows.tensor_split(2)[dist.get_rank(column)] for rows in (X, y))
+            F.cross_entropy(replica(X), y).backward()
+            step(net.params)
+        part = dist.get_rank(row)
+        theirs = [
+            p if dim is None else p.tensor_split(2, dim)[part]
+            for p, dim in zip(whole, LENET_CUTS, strict=True)
+        ]
+        return distance(net.params, theirs), distance(whole, params)
+
+    for from_whole, moved in launch(run, 4, timeout=LIMIT):
+        assert moved > 1e-2, "nothing was trained"
+        assert from_whole < 1e-12 if averages else from_whole > 1e-3
+
+
+def lenet_of_layers():
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
+        *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2)),
+        *(nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10)),
+    )
+    params = init_params(0.1, torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for mine, given in zip(model.parameters(), params, strict=True):
+            mine.copy_(given.T if given.dim() == 2 else given)
+    return model.double()
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_data_by_pipeline_gets_the_weights_of_one_process(averages):
+    def run(rank, world_size):
+        row, column = make_grid(2, 2)
+        whole, number = lenet_of_layers(), dist.get_rank(row)
+        train_whole(whole, list(whole.parameters()))
+        theirs = list(cut(whole, 2)[number].parameters())
+        stage = cut(lenet_of_layers(), 2)[number]
+        before = [param.detach().clone() for param in stage.parameters()]
+        replica = NaiveDistributedDataParallel(stage, column)
+        pipeline = DistributedPipeline(replica, nn.CrossEntropyLoss(), 4, group=row)
+        for X, y in batches():
+            X, y = (rows.tensor_split(2)[dist.get_rank(column)] for rows in (X, y))
+            pipeline.forward_backward(X, y)
+            if averages:
+                replica.average_gradients()
+            step(stage.parameters())
+        return distance(stage.parameters(), theirs), distance(before, theirs)
+
+    for from_whole, moved in launch(run, 4, timeout=LIMIT):
+        assert moved > 1e-2, "nothing was trained"
+        assert from_whole < 1e-12 if averages else from_whole > 1e-3

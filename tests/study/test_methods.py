@@ -1,0 +1,179 @@
+"""The comparison: every method trains the same network, and its counts are right."""
+
+import pytest
+import torch
+
+from d2lpar import autocast, ranks
+from d2lpar.models import lenet_layers
+from d2lpar.ranks.launcher import launch
+from d2lpar.study import methods
+from d2lpar.study.methods import METHODS, PUBLISHED, predict_images, ratios, time_in_turn, unrest
+
+PARAMETERS = sum(p.numel() for p in lenet_layers().parameters())
+
+
+def batch(rows=16):
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(rows) % 10
+    return torch.randn(rows, 1, 28, 28, generator=generator) + y.view(-1, 1, 1, 1) / 4, y
+
+
+def of_all(rank, world_size):
+    X, y = batch()
+    found = {}
+    for name in METHODS:
+        for bits in (32, 16):
+            region = autocast("cpu", torch.bfloat16, emulate=True) if bits == 16 else None
+            counts = methods.count_step(name, X, y, region)
+            found[name, bits] = counts, methods.loss_after(10, name, X, y, region)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found():
+    """By method and bits: the counts of each rank that takes part, and the losses."""
+    results = launch(of_all, 2, timeout=120)
+    joined = {}
+    for key in results[0]:
+        pairs = [result[key] for result in results]
+        joined[key] = [[x for x in column if x is not None] for column in zip(*pairs, strict=True)]
+    return joined
+
+
+def test_every_method_ends_where_one_device_does(found):
+    one = found["one device", 32][1][0]
+    assert one < 2.2  # it does learn
+    for (name, bits), (_, losses) in found.items():
+        mean = sum(losses) / len(losses)
+        assert abs(mean - one) < (1e-2 if bits == 32 else 5e-2), (name, bits)
+
+
+def test_data_parallel_ranks_send_their_gradients_once_around(found):
+    for name in ("DDP", "DDP, one bucket"):
+        for bits in (32, 16):  # gradients are float32 in both
+            for counts in found[name, bits][0]:
+                assert 0 <= counts.sent - 4 * PARAMETERS <= 64 * counts.messages  # and notes
+    assert found["DDP, one bucket", 32][0][0].messages < found["DDP", 32][0][0].messages
+
+
+def test_a_pipeline_in_16_bits_sends_half(found):
+    full, half = (found["pipeline", bits][0] for bits in (32, 16))
+    activations = 16 * 20 * 13 * 13  # of the first convolution, or their gradients
+    headers = full[0].sent - 4 * activations
+    assert 0 <= headers <= 128 * methods.MICROBATCHES
+    assert [c.sent for c in full] == [4 * activations + headers] * 2
+    assert [c.sent for c in half] == [2 * activations + headers] * 2
+    assert [c.messages for c in half] == [2 * methods.MICROBATCHES] * 2  # each with its header
+
+
+def test_one_device_sends_nothing_and_only_a_tensor_split_holds_half(found):
+    held = {name: sum(c.held for c in found[name, 32][0]) for name in METHODS}
+    assert held["one device"] == held["DataParallel"] == 2 * 4 * PARAMETERS
+    assert held["DDP"] == held["torch's DDP"] == 2 * held["one device"]
+    assert held["pipeline"] == held["one device"]
+    assert max(c.held for c in found["tensor split", 32][0]) < 0.51 * held["one device"]
+    assert found["one device", 32][0][0][:2] == (0, 0)
+    assert found["torch's DDP", 32][0][0][:2] == (None, None)
+
+
+def test_peaks(found):
+    peak = {name: [c.peak for c in found[name, 32][0]] for name in METHODS}
+    assert peak["DataParallel"] == [None]
+    one = peak["one device"][0]
+    assert one > 3 * 4 * PARAMETERS  # weights, momentum, gradients
+    assert max(peak["pipeline"]) < one
+    assert peak["DDP"] == pytest.approx(peak["torch's DDP"], rel=0.2)
+    low = {name: found[name, 16][0][0].peak for name in ("one device", "DDP")}
+    assert all(low[name] < peak[name][0] for name in low)
+
+
+def test_the_busiest_is_one_device_and_not_all(found):
+    (counts,) = found["DataParallel", 32][0]
+    images, outputs = 8 * 28 * 28 * 4, 8 * 10 * 4  # device 0 sends both to device 1
+    assert counts.sent == 4 * PARAMETERS + images + outputs  # the outputs' gradients
+    assert counts.messages == 10
+
+
+def refused(rank, world_size):
+    X, y = batch()
+    errors = []
+    for name, rows in (("ddp", 16), ("DDP", 15)):
+        try:
+            methods.make(name, X[:rows], y[:rows])
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_bad_arguments_are_refused():
+    errors = launch(refused, 2, timeout=60)[0]
+    assert "there is no method 'ddp', but one device, DataParallel, DDP" in errors[0]
+    assert errors[1] == "15 rows cannot be split evenly over 2 ranks"
+    with pytest.raises(ValueError, match="method 'ddp' is none of DDP, DDP, one bucket"):
+        predict_images(1.0, 1.0, method="ddp")
+
+
+def in_another_order(rank, world_size):
+    names = "ab" if rank else "ba"
+    try:
+        time_in_turn(dict.fromkeys(names))
+    except ranks.MismatchError as error:
+        return str(error)
+
+
+def test_ranks_that_name_other_orders_are_told():
+    assert "rank 0" in launch(in_another_order, 2, timeout=60)[0]
+
+
+def in_turn(rank, world_size):
+    order = []
+    steps = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    if rank:
+        steps["b"] = None
+    seconds = time_in_turn(steps, rounds=4, warm_up=1)
+    ranks.barrier()
+    return order, {name: len(times) for name, times in seconds.items()}
+
+
+def test_all_take_turns_in_the_same_order_which_changes():
+    (first, counts), (second, _) = launch(in_turn, 2, timeout=60)
+    assert second == [name for name in first if name != "b"]
+    assert counts == dict.fromkeys("abc", 4)
+    rounds = [tuple(first[i : i + 3]) for i in range(0, 15, 3)]
+    assert all(sorted(turns) == ["a", "b", "c"] for turns in rounds)
+    assert len(set(rounds)) > 1
+
+
+def test_ratios_are_of_rounds():
+    seconds = {"one": [4.0, 40.0, 8.0, 4.0], "two": [2.0, 20.0, 4.0, 4.0]}
+    assert ratios(seconds, "one") == {"one": (1, 1, 1), "two": (2, 2, 2)}
+    assert ratios(seconds, "two")["one"] == (0.5, 0.5, 0.5)
+
+
+def test_unrest_is_told():
+    assert unrest((0.8, 1.0, 1.25)) == ""
+    assert "0.79 to 1.10 times as fast" in unrest((0.9, 1.0, 1.0), (0.79, 1.0, 1.1))
+    assert unrest((0.9, 1.0, 1.26))
+
+
+@pytest.mark.parametrize(
+    "name, off", [("V100, float32", 3), ("V100, mixed", 15), ("A100, TF32", 4), ("A100, mixed", 19)]
+)
+def test_eight_gpus_are_predicted_too_fast_by_what_the_model_leaves_out(name, off):
+    [row] = [row for key, row in PUBLISHED.items() if key.endswith(name)]
+    predicted = predict_images(row.one_gpu, row.link)
+    assert predicted == pytest.approx(8 * row.one_gpu)  # the gradients travel unseen
+    assert round(100 * (predicted / row.eight_gpus - 1)) == off
+    assert predict_images(row.one_gpu, 1e7) < predicted / 4  # over a slow link they do not
+    others = [
+        predict_images(row.one_gpu, row.link, method=name)
+        for name in ("DDP, one bucket", "DataParallel")
+    ]
+    assert predicted > others[0] > others[1] > 0.9 * predicted
+
+
+def test_a_slow_link_decides_alone():
+    """Per step 14 messages of an eighth of 102,228,128 bytes; a third of 256 / 367 s is forward."""
+    travel = 14 * (1e-5 + 102_228_128 / 8 / 1e7)
+    expected = 8 * 256 / (256 / 367 / 3 + travel)
+    assert predict_images(367, 1e7) == pytest.approx(expected)

@@ -1,0 +1,28 @@
+import inspect
+
+import pytest
+
+from d2lpar.guards import checked
+
+
+def check_half(x, digits=1):
+    if x < 0:
+        raise ValueError(f"x must not be negative, not {x}")
+
+
+@checked(check_half)
+def half(x, digits=1):
+    """Return half of x."""
+    return round(x / 2, digits)
+
+
+def test_good_arguments_go_on_and_bad_ones_do_not():
+    assert half(3) == half(x=3) == 1.5
+    assert half(3, digits=0) == 2
+    with pytest.raises(ValueError, match="not -1"):
+        half(-1)
+
+
+def test_a_guarded_function_looks_like_itself():
+    assert half.__name__ == "half" and half.__doc__ == "Return half of x."
+    assert str(inspect.signature(half)) == "(x, digits=1)"
