@@ -75,7 +75,7 @@ def test_the_walk_takes_any_schedule_and_the_closed_form_says_that_it_does_not()
     with pytest.raises(ValueError, match="no closed form for backwards: use walk"):
         cost.closed_form(backwards, 3, 40)
     backwards.__name__ = "ring"
-    with pytest.raises(ValueError, match=r"this ring is not d2lpar\.schedules\.ring"):
+    with pytest.raises(ValueError, match=r"this ring is not collectives\.ring"):
         cost.closed_form(backwards, 3, 40)
 
 

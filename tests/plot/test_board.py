@@ -14,7 +14,7 @@ from PIL import Image
 
 from d2lpar import plot
 from d2lpar.collectives.schedules import ring, tree
-from d2lpar.plot import drawing
+from d2lpar.plot import board, drawing
 
 SVG = "{http://www.w3.org/2000/svg}"
 STAR_BYTES = {(0, 1): 4_000_000, (0, 2): 4_000_000, (1, 0): 4_000_000, (2, 0): 1_500}
@@ -241,7 +241,7 @@ def test_parts_of_a_stack_lie_side_by_side_in_the_colour_and_hatch_of_their_kind
             xs = [float(x) for x in re.findall(r"[ML] (\S+)", path.get("d"))]
             parts.append((re.search(r"fill: ([^;]+)", path.get("style"))[1], min(xs), max(xs)))
     (x, left, middle), (_, *nothing), (y, begin, right), (other, start, end) = parts
-    assert x == plot.PALETTE[0].lower() and y == other and y.startswith("url")
+    assert x == drawing.PALETTE[0].lower() and y == other and y.startswith("url")
     assert nothing == [left, left] and begin == middle and start == left
     lengths = [(b - a) / (middle - left) for a, b in ((begin, right), (start, end))]
     assert lengths == pytest.approx([3, 2])
@@ -257,7 +257,7 @@ def test_curves_have_labels_units_and_different_dashes():
     assert {"a", "b", "c", "d", "size", "time", "1 MB", "10 ms"} <= set(words)
     assert [word for word in words if word in series] == list("dcba")  # as the curves end
     assert "a: from 1 µs at 1 kB to 100 ms at 100 MB" in picture.alt
-    assert len({str(dash) for dash in plot.DASHES}) == len(set(plot.MARKERS)) == 8
+    assert len({str(dash) for dash in board.DASHES}) == len(set(board.MARKERS)) == 8
 
 
 def test_a_logarithmic_axis_of_device_counts_shows_them():
@@ -304,13 +304,13 @@ def test_the_palette_stands_out_from_white_and_tells_neighbours_apart():
     # what a person without red or without green cones sees (Machado et al., 2009)
     protan = [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]
     deutan = [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]
-    for colour in plot.PALETTE:
+    for colour in drawing.PALETTE:
         r, g, b = linear(colour)
         assert 1.05 / (0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05) >= 3  # WCAG, for graphics
     for matrix in (protan, deutan):
         seen = [
             [sum(m * c for m, c in zip(row, linear(colour), strict=True)) for row in matrix]
-            for colour in plot.PALETTE
+            for colour in drawing.PALETTE
         ]
         for a, b in pairwise(seen):
             assert max(abs(x - y) for x, y in zip(a, b, strict=True)) > 0.1
@@ -342,7 +342,7 @@ class Notebook:
 @pytest.fixture
 def clock(monkeypatch):
     now = types.SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(plot.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(board.time, "monotonic", lambda: now.seconds)
     return now
 
 

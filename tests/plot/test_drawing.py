@@ -129,7 +129,7 @@ def test_a_k_that_does_not_fit_is_an_error(k):
 
 
 def test_the_picture_of_the_readme_is_what_the_code_draws():
-    path = Path(__file__).parents[1] / "docs" / "ring.svg"
+    path = Path(__file__).parents[2] / "docs" / "ring.svg"
     drawn = plot.schedule(ring, 4, title="Ring allreduce on 4 devices")
     assert path.read_text(encoding="utf-8") == drawn.svg, "save the picture anew"
 

@@ -15,9 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from d2lpar import collectives as lists
 from d2lpar import ranks
-from d2lpar.collectives import cost
+from d2lpar.collectives import cost, lists
 from d2lpar.collectives.lists import OPS
 from d2lpar.collectives.schedules import (
     Move,
@@ -746,13 +745,13 @@ def test_all_missing_are_named_although_a_lane_is_full():
 
 def fails_once(name):
     """Let a function of ranks fail at its next call only: that stands for a full memory."""
-    function = getattr(ranks, name)
+    function = getattr(ranks.collectives, name)
 
     def fail(*args, **kwargs):
-        setattr(ranks, name, function)
+        setattr(ranks.collectives, name, function)
         raise MemoryError("no room for a copy")
 
-    setattr(ranks, name, fail)
+    setattr(ranks.collectives, name, fail)
 
 
 @both
