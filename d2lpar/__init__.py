@@ -22,7 +22,7 @@ _NAMES = (
     ("tensor_parallel", "ColumnParallelLinear RowParallelLinear"),
 )
 _EARLIER_NAMES = (
-    ("devices", "Ledger choose_devices move"),
+    ("devices", "Ledger choose_devices to_device"),
     ("data", "DataError read_idx"),
     ("network", "init_params lenet loss sgd"),
     ("checkpoint", "CheckpointError load_checkpoint save_checkpoint"),
@@ -51,6 +51,8 @@ __all__ = [*_ROOMS, *(name for _, names in _NAMES for name in names.split())]
 def __getattr__(name: str):
     if name in _ROOMS:
         return import_module(f"{__name__}.{name}")
+    if name == "move":  # what to_device was called in the first edition
+        name = "to_device"
     for home, names in _NAMES + _EARLIER_NAMES:
         if name in names.split():
             return getattr(import_module(f"{__name__}.{home}"), name)

@@ -2,9 +2,9 @@
 
 A *position* is a place in a list of devices. The list may name one device several times: every
 position is then a virtual device, with tensors of its own in a memory that all of them share. What
-travels between positions goes through ``move``, so that a ``Ledger`` can count it on a laptop as
-well as on eight GPUs. Notebook 02 builds on this file; the names ``try_gpu`` and ``try_all_gpus``
-are the book's (Dive into Deep Learning, section "GPUs").
+travels between positions goes through ``to_device``, so that a ``Ledger`` can count it on a laptop
+as well as on eight GPUs. Notebook 02 builds on this file; ``try_gpu`` and ``try_all_gpus`` are the
+names of Dive into Deep Learning, section "GPUs".
 """
 
 import platform
@@ -104,24 +104,18 @@ def _processor() -> str:
 
 
 class Ledger:
-    """What ``move`` carried: ``bytes`` and ``messages`` per (source, destination) position.
-
-    ``kinds`` has the same bytes by what they were, such as "outputs", in the order in which each
-    kind first appeared: it is the trace of what happened.
-    """
+    """What was sent: ``bytes`` and ``messages`` per (source, destination) position."""
 
     def __init__(self):
         self.bytes: Counter = Counter()
         self.messages: Counter = Counter()
-        self.kinds: dict[str, Counter] = {}
         self._lock = threading.Lock()  # a worker thread a device may write at the same time
 
-    def record(self, src, dst, nbytes: int, kind: str = "") -> None:
+    def record(self, src, dst, nbytes: int) -> None:
         """Count one message of ``nbytes`` bytes from position ``src`` to position ``dst``."""
         with self._lock:
             self.bytes[src, dst] += nbytes
             self.messages[src, dst] += 1
-            self.kinds.setdefault(kind, Counter())[src, dst] += nbytes
 
     def sent(self, position) -> int:
         """Return the bytes that left ``position``."""
@@ -146,21 +140,19 @@ def count_bytes() -> Iterator[Ledger]:
         _ledger.reset(token)
 
 
-def move(
-    tensor: torch.Tensor, device: torch.device, src, dst, kind: str = "", grad_kind: str = ""
-) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Tensor:
     """Return ``tensor`` on ``device``, on its way from position ``src`` to position ``dst``.
 
     Positions are ints, or "host" for the place where a batch comes from. The result is the tensor
     itself, or a view of it, where both positions share one memory: read from it, do not write to
-    it. The ledger counts the message as one of ``kind``, and, when a backward pass sends the
-    gradient back from ``dst`` to ``src``, that as one of ``grad_kind``.
+    it. The ledger counts the message, and the gradient that a backward pass sends back from ``dst``
+    to ``src``.
     """
-    record_message(tensor, src, dst, kind)
+    record_message(tensor, src, dst)
     there = tensor.to(device)
     ledger = _ledger.get()
     if ledger is not None and src != dst and there.requires_grad and torch.is_grad_enabled():
-        there = _WayBack.apply(there, partial(ledger.record, dst, src, kind=grad_kind))
+        there = _WayBack.apply(there, partial(ledger.record, dst, src))
     return there
 
 
@@ -180,11 +172,11 @@ class _WayBack(torch.autograd.Function):
         return grad, None
 
 
-def record_message(tensor: torch.Tensor, src, dst, kind: str = "") -> None:
+def record_message(tensor: torch.Tensor, src, dst) -> None:
     """Write into the ledger, where one is kept, that ``tensor`` goes from ``src`` to ``dst``."""
     ledger = _ledger.get()
     if ledger is not None and src != dst:
-        ledger.record(src, dst, num_bytes(tensor), kind)
+        ledger.record(src, dst, num_bytes(tensor))
 
 
 def num_bytes(tensor: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from .collectives.lists import ring_allreduce
 from .data import Minibatches, load_data_fashion_mnist
-from .devices import as_device, check_devices, choose_devices, hardware, move
+from .devices import as_device, check_devices, choose_devices, hardware, to_device
 from .network import init_params, lenet, loss, sgd
 
 AllReduce = Callable[[list[torch.Tensor]], None]  # sums a list of tensors, in place
@@ -46,7 +46,7 @@ def split_batch(
 def shard_rows(rows: torch.Tensor, devices: list[torch.device]) -> list[torch.Tensor]:
     """Split ``rows`` along dimension 0 and bring each part to its device."""
     shards = rows.tensor_split(len(devices))
-    return [move(shard, devices[i], "host", i) for i, shard in enumerate(shards)]
+    return [to_device(shard, devices[i], "host", i) for i, shard in enumerate(shards)]
 
 
 def require_replicas(device_params: list[list[torch.Tensor]], devices: list[torch.device]) -> None:
@@ -87,7 +87,9 @@ def train_batch(
         allreduce(list(grads))
     for params in device_params:
         sgd(params, lr, len(X))
-    return sum(move(shard_loss.detach(), devices[0], i, 0) for i, shard_loss in enumerate(losses))
+    return sum(
+        to_device(shard_loss.detach(), devices[0], i, 0) for i, shard_loss in enumerate(losses)
+    )
 
 
 def train_epoch(

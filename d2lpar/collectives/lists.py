@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from ..devices import move
+from ..devices import to_device
 from .checks import check_alike, check_memory, check_tensors
 from .schedules import (
     Schedule,
@@ -132,7 +132,7 @@ def run_schedule(
     for step in steps:
         messages, overlaps = [], sent_and_written(step, n)
         for m in step:  # take all messages before writing any
-            message = move(part(m.src, m.chunk), flats[m.dst].device, m.src, m.dst)
+            message = to_device(part(m.src, m.chunk), flats[m.dst].device, m.src, m.dst)
             messages.append(message.clone() if overlaps else message)
         for m, message in zip(step, messages, strict=True):
             if m.reduce:

@@ -81,8 +81,8 @@ class ChunkedLoss(nn.Module):
         hidden = hidden.reshape(-1, hidden.shape[-1])  # (positions, d)
         target = target.reshape(-1, *target.shape[len(places) :])
         devices = self.devices[: max(1, len(hidden))]
-        shards = scatter(hidden, devices, 0, "hidden states")
-        chunks = self._chunks(shards, scatter(target, devices, 0, "targets"))
+        shards = scatter(hidden, devices)
+        chunks = self._chunks(shards, scatter(target, devices))
         criterion, weights = shares(self.criterion, self.count, [(c.target,) for c in chunks])
         both = replicas(self.generator, devices), replicas(criterion, devices)
         calls = list(zip(*both, strict=True))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..collectives.lists import is_low_precision
-from ..devices import check_devices, move
+from ..devices import check_devices, to_device
 from .replicas import parallel_apply, replicate
 from .scattering import num_rows, scatter
 
@@ -87,7 +87,7 @@ class DataParallelCriterion(nn.Module):
         if not self.devices:
             return self.criterion(outputs[0], *targets)
         devices = self.devices[: len(outputs)]
-        shards = scatter(targets, devices, self.dim, "targets")
+        shards = scatter(targets, devices, self.dim)
         if len(devices) > 1:
             for output, shard in zip(outputs, shards, strict=True):
                 require_rows(output, shard, self.dim)
@@ -153,10 +153,7 @@ def put_together(
     dim: int = 0,
 ) -> torch.Tensor:
     """Return the loss of the whole, on ``device``, from that of each part; see ``shares``."""
-    there = [
-        move(losses[part], device, positions[part], 0, "losses", "gradient of losses")
-        for part in weights
-    ]
+    there = [to_device(losses[part], device, positions[part], 0) for part in weights]
     if getattr(criterion, "reduction", None) == "none":
         return torch.cat(there, dim)
     total, dtype = 0, there[0].dtype

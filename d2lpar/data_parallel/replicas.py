@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 from ..collectives.lists import is_low_precision
-from ..devices import check_devices, move
+from ..devices import check_devices, to_device
 from .scattering import (
     chosen_devices,
     gather,
@@ -55,7 +55,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     """
     devices = check_devices(devices)
     state = _check_state(module, devices[0])
-    copies = _Broadcast.apply(devices, list(state.values()), *state)
+    copies = _Broadcast.apply(devices, *state)
     replicas = []
     for i in range(len(devices)):
         twins = dict(zip(map(id, state), copies[i * len(state) :], strict=False))
@@ -65,26 +65,21 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     return replicas
 
 
-def _check_state(module: nn.Module, device: torch.device) -> dict[torch.Tensor, str]:
-    """Return the parameters and buffers, each with what the ledger calls it."""
+def _check_state(module: nn.Module, device: torch.device) -> list[torch.Tensor]:
+    """Return the parameters and buffers, each once."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not a {type(module).__name__}")
     for name, part in module.named_modules():
         compiled = "_orig_mod" in part._modules or vars(part).get("_compiled_call_impl")
         if compiled or isinstance(part, torch.jit.ScriptModule):
             raise TypeError(f"{name or 'the module'} is compiled: only the original can be copied")
-    state = {}
-    for kind, named in (
-        ("parameters", module.named_parameters()),
-        ("buffers", module.named_buffers()),
-    ):
-        for name, tensor in named:
-            if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-                raise ValueError(f"{name} has no shape yet: call the module on a batch first")
-            if tensor.device != device:
-                raise ValueError(f"{name} is on {tensor.device}: move the module to {device} first")
-            state.setdefault(tensor, kind)
-    return state
+    named = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in named:
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise ValueError(f"{name} has no shape yet: call the module on a batch first")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}: move the module to {device} first")
+    return list(dict.fromkeys(tensor for _, tensor in named))
 
 
 MODULES_OWN = frozenset(vars(nn.Module()))  # what every module has, such as hooks
@@ -95,14 +90,14 @@ class _Broadcast(torch.autograd.Function):
     """Copies of tensors for every position; their gradients are added up on position 0."""
 
     @staticmethod
-    def forward(ctx, devices, kinds, *tensors):
+    def forward(ctx, devices, *tensors):
         """Return the copies for position 0, which share the tensors' memory, then for 1, …."""
-        ctx.device, ctx.kinds, ctx.context = devices[0], kinds, copy_context()
+        ctx.device, ctx.num_tensors, ctx.context = devices[0], len(tensors), copy_context()
         ctx.set_materialize_grads(False)
         copies = [tensor.detach() for tensor in tensors]
         for i, device in enumerate(devices[1:], 1):
-            for tensor, kind in zip(tensors, kinds, strict=True):
-                there = move(tensor, device, 0, i, kind)
+            for tensor in tensors:
+                there = to_device(tensor, device, 0, i)
                 copies.append(there.clone() if there is tensor else there)
         wanted = [tensor.requires_grad for tensor in tensors] * len(devices)
         ctx.mark_non_differentiable(*[c for c, w in zip(copies, wanted, strict=True) if not w])
@@ -111,19 +106,19 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         """Add up the gradients of each tensor's copies, from position 0 on."""
-        n = len(ctx.kinds)
+        n = ctx.num_tensors
         run = ctx.context.copy().run  # a context is entered by one thread at a time
-        sums = [run(_add_up, grads[j::n], ctx.device, ctx.kinds[j]) for j in range(n)]
-        return None, None, *sums
+        sums = [run(_add_up, grads[j::n], ctx.device) for j in range(n)]
+        return None, *sums
 
 
-def _add_up(grads: Sequence[torch.Tensor | None], device: torch.device, kind: str):
+def _add_up(grads: Sequence[torch.Tensor | None], device: torch.device):
     """Add up the gradients, one a position, on ``device``; None where no position has one."""
     total = None
     for i, grad in enumerate(grads):
         if grad is not None:
             dtype = grad.dtype
-            grad = move(grad, device, i, 0, f"gradient of {kind}")
+            grad = to_device(grad, device, i, 0)
             grad = grad.float() if is_low_precision(dtype) else grad
             total = grad if total is None else total + grad
     return total if total is None else total.to(dtype)
@@ -316,6 +311,5 @@ class DataParallel(DataParallelModel):
             return outputs[0]
         if len(self.devices) == 1:
             dst = position(self._there, self.devices)
-            kinds = "outputs", "gradient of outputs"
-            return gather_with(outputs, lambda out: move(out, self._there, 0, dst, *kinds))
+            return gather_with(outputs, lambda out: to_device(out, self._there, 0, dst))
         return gather(outputs, self._there, self.dim)

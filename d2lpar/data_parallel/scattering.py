@@ -12,18 +12,16 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ..devices import check_devices, move
+from ..devices import check_devices, to_device
 
 
-def scatter(
-    inputs: Any, devices: Sequence[torch.device], dim: int = 0, kind: str = "inputs"
-) -> list[Any]:
+def scatter(inputs: Any, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
     """Split every tensor of ``inputs`` along ``dim``; return a list of what each device gets.
 
     Tuples, lists and dicts, nested in any way, are rebuilt around the shards; what is no tensor
     goes to every device by reference. The shards differ by at most one row and keep the order; with
     fewer rows than devices the last ones are empty. A single device gets all as it is. Gradients
-    flow back. ``kind`` is what the ledger calls these messages; the way back is "gradient of" that.
+    flow back.
 
     Raises:
         ValueError: there is no device; there are several, and two tensors differ in their size
@@ -33,21 +31,21 @@ def scatter(
     devices = check_devices(devices)
     if len(devices) > 1:
         num_rows(inputs, dim)
-    return _scatter(inputs, devices, dim, kind)
+    return _scatter(inputs, devices, dim)
 
 
-def _scatter(inputs: Any, devices: list[torch.device], dim: int, kind: str) -> list[Any]:
+def _scatter(inputs: Any, devices: list[torch.device], dim: int) -> list[Any]:
     k = len(devices)
     if isinstance(inputs, torch.Tensor):
         shards = [inputs] if k == 1 else _split(inputs, k, dim)
-        src, back = position(inputs.device, devices), f"gradient of {kind}"
-        return [move(shards[i], devices[i], src, i, kind, back) for i in range(k)]
+        src = position(inputs.device, devices)
+        return [to_device(shards[i], devices[i], src, i) for i in range(k)]
     if isinstance(inputs, PackedSequence):
         if k > 1:
             raise TypeError("cannot split a PackedSequence by rows: pass padded sequences, lengths")
         return [inputs.to(devices[0])]  # its batch_sizes stay on the CPU
     if isinstance(inputs, (tuple, list, dict)):
-        parts = [_scatter(part, devices, dim, kind) for part in parts_of(inputs)]
+        parts = [_scatter(part, devices, dim) for part in parts_of(inputs)]
         return [rebuild(inputs, [shards[i] for shards in parts]) for i in range(k)]
     return [inputs] * k
 
@@ -105,9 +103,7 @@ def rebuild(tree: tuple | list | dict, parts: list) -> Any:
     return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
 
 
-def gather(
-    outputs: Sequence[Any], device: torch.device, dim: int = 0, kind: str = "outputs"
-) -> Any:
+def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     """Join the outputs of several devices on ``device``: the reverse of ``scatter``.
 
     Tensors are joined along ``dim``; those without dimensions become a vector. Tuples, lists and
@@ -122,7 +118,7 @@ def gather(
     if not outputs:
         raise ValueError("outputs is empty: there is nothing to gather")
     [device] = check_devices([device])
-    return gather_with(outputs, lambda *tensors: _join(tensors, device, dim, kind))
+    return gather_with(outputs, lambda *tensors: _join(tensors, device, dim))
 
 
 def gather_with(outputs: Sequence[Any], join: Callable) -> Any:
@@ -155,10 +151,9 @@ def _outline(output: Any) -> str:
     raise TypeError(f"cannot gather a {type(output).__name__}: return tensors, or tuples of them")
 
 
-def _join(tensors: list[torch.Tensor], device: torch.device, dim: int, kind: str) -> torch.Tensor:
+def _join(tensors: list[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
     dst = position(device, [tensor.device for tensor in tensors])
-    back = f"gradient of {kind}"
-    there = [move(tensor, device, i, dst, kind, back) for i, tensor in enumerate(tensors)]
+    there = [to_device(tensor, device, i, dst) for i, tensor in enumerate(tensors)]
     if all(tensor.dim() == 0 for tensor in there):
         return torch.stack(there)
     shapes = [list(tensor.shape) for tensor in there]

@@ -21,7 +21,7 @@ from torch import nn
 from ..collectives.lists import is_low_precision
 from ..data_parallel.loss import Count, find_count, shares
 from ..data_parallel.scattering import position
-from ..devices import check_devices, move
+from ..devices import check_devices, to_device
 from .schedules import (
     Action,
     PipelineSchedule,
@@ -57,7 +57,7 @@ class SplitModel(nn.Module):
         """Return the output of the last stage, on the last device; gradients flow back."""
         src = position(X.device, self.devices)
         for s, (stage, device) in enumerate(zip(self.stages, self.devices, strict=True)):
-            arrived = move(X, device, src, s, KINDS["forward"], KINDS["backward"])
+            arrived = to_device(X, device, src, s)
             X = one_tensor(stage(arrived))
             src = s
         return X
@@ -173,7 +173,7 @@ class Moves:
         """Return what ``action`` works on: activations or a gradient, None where it needs none."""
         if action.stage == 0 and action.kind == "forward":
             X = self.X_parts[action.microbatch]
-            return move(X, self.devices[0], position(X.device, self.devices), 0, "inputs")
+            return to_device(X, self.devices[0], position(X.device, self.devices), 0)
         return self.arrived.pop(action, None)
 
     def send(self, action: Action, result: torch.Tensor | None) -> None:
@@ -181,8 +181,8 @@ class Moves:
         there = target(action, len(self.devices))
         if there is None or result is None:
             return
-        device, kind = self.devices[there.stage], KINDS[action.kind]
-        arrived = move(result.detach(), device, action.stage, there.stage, kind)
+        device = self.devices[there.stage]
+        arrived = to_device(result.detach(), device, action.stage, there.stage)
         self.arrived[there] = arrived.requires_grad_(result.requires_grad)
 
 

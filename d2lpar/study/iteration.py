@@ -1,24 +1,23 @@
 """One iteration of DataParallel, of its balanced form and of DDP: what moves, and what is kept.
 
-``trace`` runs an iteration and reads the steps from the ledger; ``memory`` measures or counts what
-each device holds. Notebook 04 shows both.
+``trace`` makes an iteration step by step and reads from the ledger what each step sends;
+``memory_of`` measures or counts what each device holds. Notebook 04 uses this file.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..data_parallel.ddp import DistributedDataParallel
-from ..data_parallel.loss import DataParallelCriterion
-from ..data_parallel.replicas import DataParallel, DataParallelModel, replicate
+from ..data_parallel.loss import DataParallelCriterion, put_together, shares
+from ..data_parallel.replicas import DataParallel, DataParallelModel, parallel_apply, replicate
 from ..data_parallel.scattering import gather, position, scatter, tensors_of
-from ..devices import check_devices, count_bytes, move, num_bytes
+from ..devices import check_devices, count_bytes, num_bytes, to_device
 from ..ranks.launcher import launch
 from .memory import peak_memory, saved_memory
 
@@ -31,39 +30,6 @@ class Step(NamedTuple):
     busy: tuple[int, ...] = ()  # positions
 
 
-# Of each form the steps, in order: kinds of messages of the ledger, or who computes.
-STEPS = MappingProxyType(
-    {
-        "DataParallel": {
-            "scatter the batch": ("inputs", "targets"),
-            "replicate the module": ("parameters", "buffers"),
-            "forward": "all",
-            "gather the outputs": ("outputs",),
-            "loss": "first",
-            "scatter the gradients": ("gradient of outputs",),
-            "backward": "all",
-            "add up the gradients": ("gradient of parameters", "gradient of buffers"),
-        },
-        "balanced": {
-            "scatter the batch": ("inputs", "targets"),
-            "replicate the module": ("parameters", "buffers"),
-            "forward": "all",
-            "loss": "all",
-            "add up the losses": ("losses",),
-            "scatter the gradients": ("gradient of losses",),
-            "backward": "all",
-            "add up the gradients": ("gradient of parameters", "gradient of buffers"),
-        },
-        "DDP": {
-            "forward": "all",
-            "loss": "all",
-            "backward": "all",
-            "allreduce the gradients": ("",),  # messages between ranks have no name of their own
-        },
-    }
-)
-
-
 def trace(
     form: str,
     module: nn.Module,
@@ -72,37 +38,82 @@ def trace(
     y: torch.Tensor,
     devices: Sequence[torch.device],
 ) -> list[Step]:
-    """Run a forward and a backward pass of ``form``, and return its steps with what they sent.
+    """Make a forward and a backward pass of ``form``; return its steps with what they sent.
 
     ``module`` is left as it is. The batch starts where ``X`` and ``y`` are. DDP runs in one process
-    a device, on the CPU (the bytes are the same on GPUs), each with its part of the batch from the
-    start; buffers, which it sends from the second iteration on, are not in its trace.
+    per device, on the CPU (the bytes are the same on GPUs), each with its part of the batch from
+    the start; buffers, which it sends from the second iteration on, are not in its trace.
 
     Args:
         form: "DataParallel", "balanced" or "DDP".
         module: with all parameters and buffers on ``devices[0]``.
         criterion: called with (output, target); one of torch's, for the balanced form.
-        X: the inputs, with at least one row a device.
+        X: the inputs, with at least one row per device.
         y: their targets.
-        devices: one a replica.
+        devices: one per replica.
     """
     _check(form, X, devices)
-    module, criterion = deepcopy(module), deepcopy(criterion)
-    X, y, devices = X.detach(), y.detach(), check_devices(devices)
+    devices, everyone = check_devices(devices), tuple(range(len(devices)))
+    module, criterion, X, y = deepcopy(module), deepcopy(criterion), X.detach(), y.detach()
     if form == "DDP":
-        kinds = _run_ranks(module, criterion, X, y, len(devices))
-    else:
-        with count_bytes() as ledger:
-            loss_of(form, module, criterion, devices)(X, y).backward()
-        kinds = ledger.kinds
-    steps = []
-    for name, what in STEPS[form].items():
-        if isinstance(what, tuple):
-            steps.append(Step(name, sum((kinds.pop(kind, Counter()) for kind in what), Counter())))
-        else:
-            steps.append(Step(name, {}, tuple(range(len(devices) if what == "all" else 1))))
-    assert not kinds, f"messages that belong to no step: {kinds}"
+        sent = _run_ranks(module, criterion, X, y, len(devices))
+        computing = [Step(name, {}, everyone) for name in ("forward", "loss", "backward")]
+        return [*computing, Step("allreduce the gradients", sent)]
+    steps, before = [], Counter()
+    with count_bytes() as ledger:
+        for name, busy in FORMS[form](module, criterion, X, y, devices):
+            steps.append(Step(name, ledger.bytes - before, everyone[:busy]))
+            before = ledger.bytes.copy()
     return steps
+
+
+def data_parallel_steps(module, criterion, X, y, devices) -> Iterator[tuple[str, int]]:
+    """Make the eight steps of DataParallel; yield after each its name and how many compute."""
+    shards = scatter((X,), devices)
+    target = to_device(y, devices[0], position(y.device, devices), 0)
+    yield "scatter the batch", 0
+    replicas = replicate(module, devices)
+    yield "replicate the module", 0
+    outputs = parallel_apply(replicas, shards)
+    yield "forward", len(devices)
+    output = gather(outputs, devices[0])
+    yield "gather the outputs", 0
+    loss = criterion(output, target)
+    yield "loss", 1
+    gradients = torch.autograd.grad(loss, outputs)
+    yield "scatter the gradients", 0
+    yield from _backward(replicas, outputs, gradients)
+
+
+def balanced_steps(module, criterion, X, y, devices) -> Iterator[tuple[str, int]]:
+    """The same with the loss in parts: outputs stay where they are, only losses are sent."""
+    shards, targets = scatter((X,), devices), scatter((y,), devices)
+    yield "scatter the batch", 0
+    replicas = replicate(module, devices)
+    yield "replicate the module", 0
+    outputs = parallel_apply(replicas, shards)
+    yield "forward", len(devices)
+    part, weights = shares(criterion, None, targets)
+    losses = {i: part(outputs[i], *targets[i]) for i in weights}
+    yield "loss", len(devices)
+    loss = put_together(criterion, losses, weights, {i: i for i in weights}, devices[0])
+    yield "add up the losses", 0
+    gradients = torch.autograd.grad(loss, list(losses.values()))
+    yield "scatter the gradients", 0
+    yield from _backward(replicas, list(losses.values()), gradients)
+
+
+def _backward(replicas, outputs, gradients) -> Iterator[tuple[str, int]]:
+    copies = [param for replica in replicas for param in replica.parameters()]
+    copies = [copy for copy in copies if copy.requires_grad]
+    found = torch.autograd.grad(outputs, copies, gradients, allow_unused=True)
+    yield "backward", len(replicas)
+    used = [(copy, grad) for copy, grad in zip(copies, found, strict=True) if grad is not None]
+    torch.autograd.backward(*zip(*used, strict=True))  # where the copies came from
+    yield "add up the gradients", 0
+
+
+FORMS = {"DataParallel": data_parallel_steps, "balanced": balanced_steps, "DDP": None}
 
 
 def loss_of(
@@ -111,17 +122,15 @@ def loss_of(
     """Return the function (X, y) -> loss of a form that runs in one process."""
     if form == "DataParallel":
         model = DataParallel(module, devices)
-        src = partial(position, devices=devices)
-        return lambda X, y: criterion(model(X), move(y, devices[0], src(y.device), 0, "targets"))
+        return lambda X, y: criterion(model(X), y.to(devices[0]))
     model = DataParallelModel(module, devices)
     parallel_criterion = DataParallelCriterion(criterion, devices)
     return lambda X, y: parallel_criterion(model(X), y)
 
 
-def _run_ranks(module, criterion, X, y, k: int) -> dict[str, Counter]:
-    module, criterion = module.cpu(), criterion.cpu()
+def _run_ranks(module, criterion, X, y, k: int) -> Counter:
     shards = scatter((X.cpu(), y.cpu()), ["cpu"] * k)
-    return {"": sum(launch(_run_rank, k, module, criterion, shards), Counter())}
+    return sum(launch(_run_rank, k, module.cpu(), criterion.cpu(), shards), Counter())
 
 
 def _run_rank(rank: int, world_size: int, module, criterion, shards) -> Counter:
@@ -139,7 +148,7 @@ class Memory(NamedTuple):
     method: str
 
 
-def memory(
+def memory_of(
     form: str,
     module: nn.Module,
     criterion: nn.Module,
@@ -216,7 +225,7 @@ def _bytes_of(tree) -> int:
 
 
 def _check(form: str, X: torch.Tensor, devices: Sequence[torch.device]) -> None:
-    if form not in STEPS:
-        raise ValueError(f"form is {form!r}, which is none of {', '.join(STEPS)}")
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}, which is none of {', '.join(FORMS)}")
     if len(X) < len(devices):
         raise ValueError(f"{len(X)} rows are too few for {len(devices)} devices")

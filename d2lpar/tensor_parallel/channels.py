@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from ..devices import move
+from ..devices import to_device
 from ..network import channels_last
 
 LAYERS = ("conv1", "conv2", "linear1", "linear2")
@@ -73,9 +73,6 @@ def split_lenet(
 ) -> torch.Tensor:
     """Return the logits, of shape (n, 10), on ``devices[0]``; gradients flow back.
 
-    The ledger counts what each layer sends forward under the layer's name, and the gradients that
-    come back as "gradient of" that. The joined logits are sent as "logits".
-
     Args:
         X: images of shape (n, 1, 28, 28), which every device gets.
         device_params: see ``split_channels``, called with the same devices and ``exchange``.
@@ -83,15 +80,15 @@ def split_lenet(
         exchange: the layers that take all channels.
     """
     _check(devices, exchange)
-    parts = [move(X, device, "host", d, "images") for d, device in enumerate(devices)]
+    parts = [to_device(X, device, "host", d) for d, device in enumerate(devices)]
     for i, layer in enumerate(LAYERS):
         if layer in exchange:
-            parts = exchanged(parts, devices, layer)
+            parts = exchanged(parts, devices)
         parts = [
             apply_layer(layer, part, *params[2 * i : 2 * i + 2])
             for part, params in zip(parts, device_params, strict=True)
         ]
-    return joined(parts, devices, 0, "logits")
+    return joined(parts, devices, 0)
 
 
 def apply_layer(layer: str, X: torch.Tensor, W: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -102,19 +99,14 @@ def apply_layer(layer: str, X: torch.Tensor, W: torch.Tensor, b: torch.Tensor) -
     return output.relu_() if layer == "linear1" else output
 
 
-def exchanged(
-    parts: list[torch.Tensor], devices: Sequence[torch.device], layer: str
-) -> list[torch.Tensor]:
+def exchanged(parts: list[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
     """Give every device the channels of all: k(k - 1) messages."""
-    return [joined(parts, devices, d, layer) for d in range(len(devices))]
+    return [joined(parts, devices, d) for d in range(len(devices))]
 
 
-def joined(
-    parts: list[torch.Tensor], devices: Sequence[torch.device], d: int, kind: str
-) -> torch.Tensor:
+def joined(parts: list[torch.Tensor], devices: Sequence[torch.device], d: int) -> torch.Tensor:
     """Join the channels of all devices on device ``d``."""
-    back = f"gradient of {kind}"
-    there = [move(part, devices[d], src, d, kind, back) for src, part in enumerate(parts)]
+    there = [to_device(part, devices[d], src, d) for src, part in enumerate(parts)]
     return torch.cat(there, dim=1)
 
 
