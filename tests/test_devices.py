@@ -1,7 +1,6 @@
 import platform
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,9 @@ from d2lpar import (
     gather,
     get_params,
     load_data_fashion_mnist,
-    move,
     scatter,
     split_batch,
+    to_device,
     try_all_gpus,
     try_gpu,
 )
@@ -120,55 +119,37 @@ def test_hardware_names_threads_and_torch():
 def test_moving_counts_bytes_per_link_and_copies_nothing_within_one_memory():
     x = torch.arange(6, dtype=torch.float64)
     with count_bytes() as ledger:
-        assert move(x, torch.device("cpu"), 0, 1) is x
-        move(x[:2], torch.device("cpu"), 0, 1)
-        move(x.float(), torch.device("cpu"), 1, 2)
-        move(x, torch.device("cpu"), 2, 2)  # goes nowhere
-        move(x, torch.device("cpu"), "host", 2)
+        assert to_device(x, torch.device("cpu"), 0, 1) is x
+        to_device(x[:2], torch.device("cpu"), 0, 1)
+        to_device(x.float(), torch.device("cpu"), 1, 2)
+        to_device(x, torch.device("cpu"), 2, 2)  # goes nowhere
+        to_device(x, torch.device("cpu"), "host", 2)
     assert ledger.bytes == {(0, 1): 64, (1, 2): 24, ("host", 2): 48}
     assert ledger.messages == {(0, 1): 2, (1, 2): 1, ("host", 2): 1}
     assert (ledger.sent(0), ledger.received(0)) == (64, 0)
     assert (ledger.sent(2), ledger.received(2)) == (0, 72)
 
 
-def test_the_ledger_keeps_kinds_apart_in_the_order_of_their_first_message():
-    x, cpu = torch.zeros(2), torch.device("cpu")
-    with count_bytes() as ledger:
-        move(x, cpu, 0, 1, "outputs")
-        move(x, cpu, 0, 1, "inputs")
-        move(x, cpu, 1, 0, "outputs")
-        move(x, cpu, 0, 1, "outputs")
-        move(x, cpu, 1, 1, "nothing")
-        move(x, cpu, 0, 1)
-    assert list(ledger.kinds.items()) == [
-        ("outputs", {(0, 1): 16, (1, 0): 8}),
-        ("inputs", {(0, 1): 8}),
-        ("", {(0, 1): 8}),
-    ]
-    assert sum(ledger.kinds.values(), Counter()) == ledger.bytes
-
-
 def test_a_gradient_travels_back_once_and_is_counted_where_the_tensor_was():
     x, cpu = torch.ones(3, requires_grad=True), torch.device("cpu")
     with count_bytes() as ledger:
-        y = move(x, cpu, 0, 1, "there", "back")
+        y = to_device(x, cpu, 0, 1)
     assert y is not x and y.data_ptr() == x.data_ptr()
     (y.exp() + y).sum().backward()  # after the block, and for two uses
     torch.testing.assert_close(x.grad, torch.e + torch.ones(3))
     x.sum().backward()  # not by way of y
-    assert ledger.kinds == {"there": {(0, 1): 12}, "back": {(1, 0): 12}}
-    assert list(ledger.kinds) == ["there", "back"]
+    assert ledger.bytes == {(0, 1): 12, (1, 0): 12}
     y.sum().backward()  # a second pass sends it again
-    assert ledger.kinds["back"] == {(1, 0): 24}
+    assert ledger.bytes[1, 0] == 24
 
 
 def test_a_sparse_gradient_travels_back():
     weight = torch.ones(5, 2, requires_grad=True)
     with count_bytes() as ledger:
-        there = move(weight, torch.device("cpu"), 0, 1, grad_kind="back")
+        there = to_device(weight, torch.device("cpu"), 0, 1)
         F.embedding(torch.tensor([1]), there, sparse=True).sum().backward()
     assert weight.grad.is_sparse
-    assert ledger.kinds["back"] == {(1, 0): 8 + 2 * 4}
+    assert ledger.bytes[1, 0] == 8 + 2 * 4
 
 
 def test_a_gradient_that_there_is_not_is_not_made_up():
@@ -183,28 +164,28 @@ def test_a_gradient_that_there_is_not_is_not_made_up():
 
     x = torch.ones(3, requires_grad=True)
     with count_bytes() as ledger:
-        Ends.apply(move(x, torch.device("cpu"), 0, 1, grad_kind="back")).sum().backward()
-    assert x.grad is None and "back" not in ledger.kinds
+        Ends.apply(to_device(x, torch.device("cpu"), 0, 1)).sum().backward()
+    assert x.grad is None and (1, 0) not in ledger.bytes
 
 
 def test_what_was_moved_may_be_written_to():
     x = torch.ones(3, requires_grad=True)
     with count_bytes():
-        move(2 * x, torch.device("cpu"), 0, 1).relu_().sum().backward()
+        to_device(2 * x, torch.device("cpu"), 0, 1).relu_().sum().backward()
     assert x.grad.tolist() == [2, 2, 2]
 
 
 def test_nothing_travels_back_of_what_needs_no_gradient_or_goes_nowhere():
     x, cpu = torch.ones(3, requires_grad=True), torch.device("cpu")
-    assert move(x, cpu, 0, 1, "there", "back") is x  # no ledger
+    assert to_device(x, cpu, 0, 1) is x  # no ledger
     with count_bytes() as ledger:
-        assert move(x, cpu, 1, 1, "there", "back") is x
-        move(x.detach(), cpu, 0, 1, "there", "back")
+        assert to_device(x, cpu, 1, 1) is x
+        to_device(x.detach(), cpu, 0, 1)
         with torch.no_grad():
-            move(x, cpu, 0, 1, "there", "back")
-        move(x, cpu, 0, 1, "there", "back")  # of which no loss is made
+            to_device(x, cpu, 0, 1)
+        to_device(x, cpu, 0, 1)  # of which no loss is made
     x.sum().backward()
-    assert ledger.kinds == {"there": {(0, 1): 36}}
+    assert ledger.bytes == {(0, 1): 36}
 
 
 @pytest.mark.parametrize(
@@ -230,11 +211,11 @@ def test_the_bytes_of_a_message(tensor, expected):
 def test_counting_ends_with_the_block_and_blocks_nest():
     x, cpu = torch.zeros(1), torch.device("cpu")
     with count_bytes() as outer:
-        move(x, cpu, 0, 1)
+        to_device(x, cpu, 0, 1)
         with count_bytes() as inner:
-            move(x, cpu, 1, 0)
-        move(x, cpu, 0, 1)
-    move(x, cpu, 0, 1)
+            to_device(x, cpu, 1, 0)
+        to_device(x, cpu, 0, 1)
+    to_device(x, cpu, 0, 1)
     assert outer.bytes == {(0, 1): 8}
     assert inner.bytes == {(1, 0): 4}
 
@@ -242,7 +223,7 @@ def test_counting_ends_with_the_block_and_blocks_nest():
 def test_counting_ends_with_the_block_also_after_an_error():
     with pytest.raises(KeyError), count_bytes() as ledger:
         raise KeyError
-    move(torch.zeros(1), torch.device("cpu"), 0, 1)
+    to_device(torch.zeros(1), torch.device("cpu"), 0, 1)
     assert not ledger.bytes
 
 
@@ -262,7 +243,7 @@ def test_threads_do_not_lose_counts():
 @pytest.mark.gpu
 def test_moving_between_a_gpu_and_the_host():
     with count_bytes() as ledger:
-        y = move(torch.ones(4), torch.device("cuda", 0), "host", 0)
+        y = to_device(torch.ones(4), torch.device("cuda", 0), "host", 0)
     assert y.device == torch.device("cuda", 0)
     assert ledger.bytes == {("host", 0): 16}
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -104,8 +105,8 @@ def balanced_steps(module, criterion, X, y, devices) -> Iterator[tuple[str, int]
 
 
 def _backward(replicas, outputs, gradients) -> Iterator[tuple[str, int]]:
-    copies = [param for replica in replicas for param in replica.parameters()]
-    copies = [copy for copy in copies if copy.requires_grad]
+    state = [[*replica.parameters(), *replica.buffers()] for replica in replicas]
+    copies = [copy for copy in chain(*state) if copy.requires_grad]
     found = torch.autograd.grad(outputs, copies, gradients, allow_unused=True)
     yield "backward", len(replicas)
     used = [(copy, grad) for copy, grad in zip(copies, found, strict=True) if grad is not None]

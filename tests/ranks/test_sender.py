@@ -70,6 +70,6 @@ def test_waiting_thread_holds_nothing():
 
 
 def test_process_ends_although_a_call_does_not():
-    script = "from time import sleep; from d2lpar.ranks.sender import Sender; Sender().submit(sleep, 60)"
+    script = "from time import sleep; from d2lpar.ranks import Sender; Sender().submit(sleep, 60)"
     done = subprocess.run([sys.executable, "-c", script], timeout=40, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
