@@ -18,7 +18,7 @@ export MPLCONFIGDIR := $(CURDIR)/$(VENV)/matplotlib
 notebooks refresh lab bench: export MALLOC_MMAP_THRESHOLD_ := 33554432
 notebooks refresh lab bench: export MALLOC_TRIM_THRESHOLD_ := 1073741824
 
-.PHONY: help notebooks refresh lab test test-everywhere lint format saved-cells bench clean
+.PHONY: help notebooks refresh lab test test-everywhere mutants size lint format saved-cells bench clean
 .NOTPARALLEL:
 
 help:  ## this list
@@ -41,6 +41,12 @@ test: lint  ## lint, unit tests, and the checks of notebooks that need no execut
 
 test-everywhere: $(INSTALLED)  ## the numerical tests, with the kernels of other processors
 	@$(PY) tools/everywhere.py
+
+mutants: $(INSTALLED)  ## break the module in 120 places: each has to fail a test (ONLY="ranks plot")
+	@$(PY) tools/mutants.py $(ONLY)
+
+size: $(INSTALLED)  ## lines, files and names of the module, room by room
+	@$(PY) tools/size.py
 
 lint: $(INSTALLED)  ## ruff, on code and notebooks
 	@$(PY) -m ruff check --quiet .

@@ -4,10 +4,10 @@ GPU tests are skipped without a GPU, random tests are repeatable, and functions 
 travel to ranks by value.
 """
 
-import sys
-
 import cloudpickle
+import helpers
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # No deadline per example: on a shared machine one of them is always slow. A whole test has one, of
@@ -29,18 +29,13 @@ settings.load_profile("d2lpar")
 @pytest.fixture(autouse=True)
 def seeded():
     """The same random numbers in every run of a test."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items):
-    for module in {item.module for item in items}:
+    for module in {helpers, *(item.module for item in items)}:
         cloudpickle.register_pickle_by_value(module)  # ranks cannot import a file of tests
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch  # only now: most of the project's own checks do without it
-
     if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

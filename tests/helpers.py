@@ -1,0 +1,57 @@
+"""What tests of several rooms share. It travels to ranks by value, as the tests themselves do."""
+
+import time
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from d2lpar import ranks
+
+LIMIT = 60  # seconds for a launch that takes less than one
+SOON = 8.0  # seconds for a call that takes milliseconds on a machine that is not busy
+
+both_ways = pytest.mark.parametrize("way", ["lanes", "messages"])
+close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)  # of float64
+
+
+def take(way, group=None):
+    """Let a group of ranks send over lanes, which it has by itself, or by messages."""
+    if way == "messages":
+        ranks.use_messages(group)
+
+
+def attempt(call, *args, **kwargs):
+    """What an error is, says and names, and how long it took; "ok" and the result without one."""
+    begin = time.monotonic()
+    try:
+        result = call(*args, **kwargs)
+    except Exception as error:
+        seconds = time.monotonic() - begin
+        return type(error).__name__, str(error), getattr(error, "ranks", ()), seconds
+    return "ok", result, (), time.monotonic() - begin
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    """The same random numbers everywhere."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def mlp(*widths, seed=0, dtype=torch.float64):
+    """Linear layers with tanh between them, of the same weights everywhere."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(a, b, dtype=dtype) for a, b in pairwise(widths)]
+    return nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())][:-1])
+
+
+def grads(module):
+    """The gradients of a module's parameters, in order."""
+    return [param.grad for param in module.parameters()]
+
+
+def distance(ours, theirs):
+    """The largest difference between two lists of tensors."""
+    pairs = zip(ours, theirs, strict=True)
+    return max((a.double() - b.double()).abs().max().item() for a, b in pairs)

@@ -1,0 +1,113 @@
+"""Print how large the module is, room by room, and how much of it the chapters show.
+
+    python tools/size.py
+
+A line of code is one that is neither blank, nor only a comment, nor part of a docstring or of an
+import. A name is public when it is defined at the top of a file and does not begin with ``_``.
+What a chapter shows are the definitions in its "@save" cells, at the size they have in the module.
+"""
+
+import ast
+import re
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from run_notebooks import ROOT, read
+from saved_cells import MARK, NAMED
+
+PACKAGE = ROOT / "d2lpar"
+HEAD = "room", "files", "lines", "code", "docstring", "public", "shown"
+DOCUMENTED = (ast.Module, *NAMED)
+
+
+class Size(NamedTuple):
+    """Files, lines in all, lines of code and of docstrings, public names, lines shown."""
+
+    files: int
+    lines: int
+    code: int
+    docstring: int
+    public: int
+    shown: int
+
+    def __add__(self, other: "Size") -> "Size":
+        return Size(*map(sum, zip(self, other, strict=True)))
+
+
+def span(node: ast.AST) -> set[int]:
+    """Return the numbers of a node's lines, decorators included."""
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+    return set(range(first, node.end_lineno + 1))
+
+
+def size_of(path: Path, shown: set[str]) -> Size:
+    """Count one file; ``shown`` are the names of its definitions that chapters show."""
+    lines = path.read_text("utf-8").splitlines()
+    tree = ast.parse("\n".join(lines))
+    nodes = list(ast.walk(tree))
+    bodies = [n.body[0] for n in nodes if isinstance(n, DOCUMENTED) and ast.get_docstring(n)]
+    docstring = set().union(*map(span, bodies))
+    left_out = set().union(*(span(n) for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)))
+    left_out |= docstring
+    code = [i for i, line in enumerate(lines, 1) if re.match(r"\s*[^\s#]", line)]
+    tops = [node for node in tree.body if isinstance(node, NAMED)]
+    return Size(
+        files=1,
+        lines=len(lines),
+        code=len(set(code) - left_out),
+        docstring=len(docstring),
+        public=sum(not node.name.startswith("_") for node in tops),
+        shown=sum(len(span(node)) for node in tops if node.name in shown),
+    )
+
+
+def shown_names() -> dict[str, set[str]]:
+    """Return what the chapters show, by file: {"collectives/lists.py": {"allreduce", …}}."""
+    found = {}
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for cell in read(path).cells:
+            if mark := MARK.match(cell.source):
+                place = f"{mark.group(1).replace('.', '/')}.py"
+                found.setdefault(place, set()).update(n.name for n in ast.parse(cell.source).body)
+    return found
+
+
+def functions(path: Path) -> list[tuple[int, str]]:
+    """Return the functions of a file with their lines of code: no docstring, comments, blanks."""
+    lines, found = path.read_text("utf-8").splitlines(), []
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.FunctionDef):
+            own = span(node) - (span(node.body[0]) if ast.get_docstring(node) else set())
+            code = [i for i in own if re.match(r"\s*[^\s#]", lines[i - 1])]
+            found.append((len(code), f"{path.relative_to(PACKAGE)}: {node.name}"))
+    return found
+
+
+def main() -> int:
+    """Print the table, and the largest file and function."""
+    paths, shown, rooms = sorted(PACKAGE.rglob("*.py")), shown_names(), {}
+    for path in paths:
+        place = path.relative_to(PACKAGE).as_posix()
+        room = place.partition("/")[0] if "/" in place else "(outside)"
+        size = size_of(path, shown.get(place, set()))
+        rooms[room] = rooms[room] + size if room in rooms else size
+    total = Size(*map(sum, zip(*rooms.values(), strict=True)))
+    row = "{:16}" + "{:>10}" * (len(HEAD) - 1)
+    print(row.format(*HEAD))
+    for room, size in [*rooms.items(), ("in all", total)]:
+        print(row.format(room, *size))
+    print(f"shown: {total.shown / total.lines:.0%} of all lines")
+    print(f"docstrings: {total.docstring / total.lines:.0%} of all lines")
+    largest = max(paths, key=lambda path: size_of(path, set()).lines)
+    print(f"largest file: {largest.relative_to(PACKAGE)}, {size_of(largest, set()).lines} lines")
+    for number, name in sorted(chain.from_iterable(map(functions, paths)), reverse=True)[:3]:
+        print(f"largest functions: {name}, {number} lines of code")
+    tests = [len(path.read_text("utf-8").splitlines()) for path in (ROOT / "tests").rglob("*.py")]
+    print(f"tests: {sum(tests)} lines in {len(tests)} files")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
