@@ -1,12 +1,11 @@
-"""Pictures for notebooks.
+"""Pictures for notebooks; read ``picture`` first.
 
-``board`` draws with matplotlib: curves, bars, stacks, links, images and the live board. The others
-write SVG by hand: ``drawing`` a schedule or a timeline, ``gantt`` a pipeline over time, ``figures``
-the book's own figures, ``number_formats`` what 16 and 32 bits can hold.
+``charts`` draws with matplotlib: curves, bars, stacks, links, images and the live board. The others
+write SVG by hand: ``steps`` who sends what to whom (a schedule, an iteration, data-parallel
+training), ``spans`` what happens when (a timeline, a pipeline). A schedule has one colour in all.
 """
 
-from .board import Board, bars, curves, images, links, stacks
-from .drawing import schedule, timeline
-from .figures import columns_and_rows, data_parallel, iteration, ranks_and_nodes, three_splits
-from .gantt import pipeline
-from .number_formats import number_lines
+from .charts import Board, bars, curves, images, links, stacks
+from .picture import PALETTE, Picture
+from .spans import pipeline, timeline
+from .steps import data_parallel, iteration, schedule

@@ -1,4 +1,4 @@
-"""The live board, curves, bars, bytes per link, images, drawn with matplotlib.
+"""Curves, bars, stacks, bytes per link, images and the live board, drawn with matplotlib.
 
 Each function returns a ``Picture``. Markers, dashes and labels say the same as its colours.
 """
@@ -11,11 +11,10 @@ import statistics
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
-from xml.sax.saxutils import escape
 
 import matplotlib.style
 import torch
@@ -23,34 +22,46 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
-from .drawing import FONTS, GREY, INK, PALETTE, WIDTH, Picture, picture, text, wrapped
+from .picture import (
+    CENTRED,
+    DARK_GREY,
+    FONTS,
+    GREY,
+    INK,
+    PALETTE,
+    WIDTH,
+    Picture,
+    colour_of,
+    colours_of,
+    quantity,
+    text,
+    wrapped,
+)
 
 MARKERS = "os^Dv*PX"
 HATCHES = ("", "///", "xx", "\\\\\\", "||", "--", "++", "x")  # dots take 60 kB
 DASHES = ("-", "--", "-.", ":", (0, (8, 2)), (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (3, 3)))
-STYLE = MappingProxyType(
-    {
-        "font.sans-serif": ["DejaVu Sans"],  # the first of the FONTS, and comes with matplotlib
-        "font.size": 12,
-        "axes.titlesize": 13,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "grid.color": GREY,
-        "legend.frameon": False,
-        "legend.handlelength": 3.5,  # long enough to tell the dashes apart
-        "figure.constrained_layout.h_pad": 0.12,  # inches
-        "figure.constrained_layout.w_pad": 0.12,
-        "text.parse_math": False,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "d2lpar",  # the same ids every time
-    }
-)
+STYLE = {
+    "font.sans-serif": ["DejaVu Sans"],  # the first of the FONTS, and comes with matplotlib
+    "font.size": 12,
+    "axes.titlesize": 13,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": GREY,
+    "legend.frameon": False,
+    "legend.handlelength": 3.5,  # long enough to tell the dashes apart
+    "figure.constrained_layout.h_pad": 0.12,  # inches
+    "figure.constrained_layout.w_pad": 0.12,
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "d2lpar",  # the same ids every time
+}
 _styled = matplotlib.style.context(["default", STYLE])
 
 
@@ -63,12 +74,12 @@ def _chart(figure: Figure, alt: str) -> Picture:
         axes.set_xlabel(wrapped(axes.get_xlabel(), room))
     FigureCanvasSVG(figure).print_svg(written := io.StringIO(), metadata={"Date": None})
     body = re.search(r"<svg[^>]*>(.*)</svg>", written.getvalue(), re.DOTALL)[1]
-    body = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body)
-    body = re.sub(r'(?<=<g) id="[^"]*"', "", body)
+    leaks = r'<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->|(?<=<g) id="[^"]*"'
+    body = re.sub(leaks, "", body, flags=re.DOTALL)
     body = re.sub(r"'DejaVu Sans'(, sans-serif)?", FONTS, body)
     figure.patch.set_visible(True)  # for those who save the figure
     size = figure.get_size_inches() * 72
-    return picture(re.sub(r"\s*\n\s*", "\n", body), *size, alt, figure)
+    return Picture.around(re.sub(r"\s*\n\s*", "\n", body), *size, alt, figure)
 
 
 def _figure(height: float, layout: str = "constrained") -> Figure:
@@ -82,8 +93,9 @@ def bars(values: Mapping, x_label: str = "", unit: str | None = None, title: str
     ``unit`` may be "bytes" or "seconds": 1.5 MB, 20 ms. Raises ValueError for no values.
     """
     figure = _figure(75 + 26 * len(values))
-    words = _draw_bars(figure.subplots(), values, unit)
-    figure.axes[0].set(xlabel=x_label, title=title)
+    axes = figure.subplots()
+    words = _draw_bars(axes, values, unit, [colour_of(str(name)) for name in values])
+    axes.set(xlabel=x_label, title=title)
     return _chart(figure, f"Bars: {title or x_label}. {words}.")
 
 
@@ -104,9 +116,9 @@ def stacks(values: Mapping, x_label: str = "", unit: str | None = None, title: s
         axes.barh(range(len(values)), lengths, left=list(begins.values()), label=kind, **style)
         begins = {n: begins[n] + parts.get(kind, 0) for n, parts in values.items()}
     for y, (name, parts) in enumerate(values.items()):
-        total = _quantity(begins[name], unit)
+        total = quantity(begins[name], unit)
         axes.annotate(total, (begins[name], y), (6, 0), textcoords="offset points", va="center")
-        each = ", ".join(f"{kind} {_quantity(part, unit)}" for kind, part in parts.items())
+        each = ", ".join(f"{kind} {quantity(part, unit)}" for kind, part in parts.items())
         words.append(f"{name} {total} ({each})")
     _finish_bars(axes, values, unit)
     axes.set(xlabel=x_label, title=title)
@@ -120,42 +132,43 @@ def links(bytes_by_link: Mapping, title: str = "") -> Picture:
 
     More than 16 links are added up to what each participant sends and receives.
     """
-    one = not any(isinstance(value, Mapping) for value in bytes_by_link.values())
-    panels = {title: bytes_by_link} if one else bytes_by_link
-    most = {}  # (src, dst) -> bytes, in the panel where it carries most
+    compared = any(isinstance(value, Mapping) for value in bytes_by_link.values())
+    panels = bytes_by_link if compared else {title: bytes_by_link}
+    most = Counter()  # bytes, in the panel where the link carries most
     for counts in panels.values():
-        most |= {link: max(count, most.get(link, 0)) for link, count in counts.items()}
-    devices = sorted({device for link in most for device in link}, key=str)  # "host" too
-    few = len(most) <= 16
-    figure = _figure(75 + 24 * (len(most) if few else 2 * len(devices)))
-    row = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+        most |= Counter(counts)
+    every = sorted({link for counts in panels.values() for link in counts}, key=str)
+    if len(every) <= 16:
+        order = sorted(every, key=lambda link: -most[link])
+        rows = {f"{src} → {dst}": [(src, dst)] for src, dst in order}
+    else:
+        rows = {}
+        for d in sorted({device for link in every for device in link}, key=str):
+            rows[f"{d} sends"] = [link for link in every if link[0] == d]
+            rows[f"{d} receives"] = [link for link in every if link[1] == d]
+    figure = _figure(75 + 24 * len(rows))
+    columns = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
     words = []
-    for axes, (name, counts) in zip(row, panels.items(), strict=False):
-        if few:
-            order = sorted(most, key=lambda link: (-most[link], str(link)))
-            values = {f"{src} → {dst}": counts.get((src, dst), 0) for src, dst in order}
-        else:
-            values = {}
-            for d in devices:
-                values[f"{d} sends"] = sum(n for (src, _), n in counts.items() if src == d)
-                values[f"{d} receives"] = sum(n for (_, dst), n in counts.items() if dst == d)
-        words.append(f"{name}: {_draw_bars(axes, values, 'bytes', 2 - few)}")
+    for axes, (name, counts) in zip(columns, panels.items(), strict=True):
+        values = {row: sum(counts.get(link, 0) for link in own) for row, own in rows.items()}
+        colours = [colour_of(name), DARK_GREY] if len(every) > 16 else [colour_of(name)]
+        words.append(f"{name}: {_draw_bars(axes, values, 'bytes', colours)}")
         axes.set_title(name)
     return _chart(figure, f"Bytes per link. {'. '.join(words)}.")
 
 
-def _draw_bars(axes: Axes, values: Mapping, unit: str | None, colours: int = 1) -> str:
-    """Bars from the top down, each with its value in words; returns them all in words."""
+def _draw_bars(axes: Axes, values: Mapping, unit: str | None, colours: Sequence[str]) -> str:
+    """Draw bars from the top down, each with its value in words; return them all in words."""
     if not values:
         raise ValueError("0 bars to draw: pass at least one value")
     words = {}
     for y, (name, value) in enumerate(values.items()):
         middle, low, high = value if isinstance(value, Sequence) else (value, value, value)
-        axes.barh(y, middle, height=0.7, color=PALETTE[y % colours])
-        words[name] = _quantity(middle, unit)
+        axes.barh(y, middle, height=0.7, color=colours[y % len(colours)])
+        words[name] = quantity(middle, unit)
         if low < high:
             axes.plot([low, high], [y, y], color=INK, marker="|", markersize=9)
-            words[name] += f" ({_quantity(low, unit)} to {_quantity(high, unit)})"
+            words[name] += f" ({quantity(low, unit)} to {quantity(high, unit)})"
         axes.annotate(words[name], (high, y), (6, 0), textcoords="offset points", va="center")
     _finish_bars(axes, values, unit)
     return ", ".join(f"{name} {word}" for name, word in words.items())
@@ -166,15 +179,7 @@ def _finish_bars(axes: Axes, names: Mapping, unit: str | None) -> None:
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.margins(x=0.3)  # room for the words
     axes.xaxis.set_major_locator(MaxNLocator(4 if len(axes.figure.axes) < 3 else 2))
-    axes.xaxis.set_major_formatter(lambda value, _: _quantity(value, unit))
-
-
-def _quantity(value: float, unit: str | None) -> str:
-    """Three digits and a unit: 1.05 MB, 20 ms, 1200 s."""
-    value = float(f"{value:.3g}")
-    if unit == "seconds" and value >= 1000:
-        return f"{value:g} s"
-    return EngFormatter({"bytes": "B", "seconds": "s"}[unit])(value) if unit else f"{value:g}"
+    axes.xaxis.set_major_formatter(lambda value, _: quantity(value, unit))
 
 
 @_styled
@@ -190,13 +195,13 @@ def curves(
         raise ValueError(f"{len(series)} series, but 1 to 8 can be told apart")
     figure = _figure(330)
     axes = figure.subplots()
-    lines, words = [], []
+    lines, words, colours = [], [], colours_of(list(map(str, series)))
     for i, (name, (xs, ys)) in enumerate(series.items()):
         if len(xs) != len(ys) or len(xs) == 0:
             raise ValueError(f"{name!r} has {len(xs)} x values and {len(ys)} y values")
-        style = {"color": PALETTE[i], "marker": MARKERS[i], "linestyle": DASHES[i]}
+        style = {"color": colours[i], "marker": MARKERS[i], "linestyle": DASHES[i]}
         lines += axes.plot(xs, ys, label=name, markevery=max(1, len(xs) // 12), **style)
-        ends = [f"{_quantity(ys[j], y_unit)} at {_quantity(xs[j], x_unit)}" for j in (0, -1)]
+        ends = [f"{quantity(ys[j], y_unit)} at {quantity(xs[j], x_unit)}" for j in (0, -1)]
         words.append(f"{name}: from {' to '.join(ends)}")
     axes.set(xlabel=x_label, ylabel=y_label, title=title)
     axes.grid()
@@ -222,7 +227,7 @@ def _scale(axis: Axis, values: list[float], log: bool, unit: str | None) -> None
         axis.set_minor_locator(NullLocator())
     elif whole and unit is None:
         axis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_major_formatter(lambda value, _: _quantity(value, unit))
+    axis.set_major_formatter(lambda value, _: quantity(value, unit))
 
 
 def images(X: torch.Tensor, titles: Sequence[str] = (), columns: int = 8) -> Picture:
@@ -245,10 +250,10 @@ def images(X: torch.Tensor, titles: Sequence[str] = (), columns: int = 8) -> Pic
             f'{base64.b64encode(png.getvalue()).decode()}"/>'
         )
         if titles:
-            body += text(complex(x + cell / 2, y - 5), escape(titles[i]), 'text-anchor="middle"')
+            body += text(complex(x + cell / 2, y - 5), titles[i], CENTRED)
     height = math.ceil(len(X) / columns) * (cell + line)
     words = f": {', '.join(titles)}" if titles else ""
-    return picture(body, min(columns, len(X)) * cell, height, f"{len(X)} images{words}.")
+    return Picture.around(body, min(columns, len(X)) * cell, height, f"{len(X)} images{words}.")
 
 
 class Board:
@@ -262,22 +267,22 @@ class Board:
         self.title, self.interval = title, interval
         self.picture: Picture | None = None
         self._history = self._handle = None
-        self._epochs, self._drawn = math.inf, -math.inf
+        self._drawn = -math.inf
 
     def __call__(self, history: Any) -> None:
         """Draw ``history``: its loss, accuracy and seconds, each a list with a number per epoch."""
         epochs = len(history.loss)
-        new_run = history is not self._history and epochs <= self._epochs
+        new_run = history is not self._history
         late = time.monotonic() - self._drawn >= self.interval
         last = epochs >= history.num_epochs
-        self._history, self._epochs = history, epochs
         if epochs == 0 or not (new_run or late or last):
             return
+        self._history = history
         self.picture = _draw_board(history, self.title)
         exclude = () if last else ("image/png",)
-        if new_run or self._handle is None:
+        if new_run:
             self._handle = _display(self.picture, exclude)
-        else:
+        elif self._handle is not None:
             self._handle.update(self.picture, exclude=exclude)
         self._drawn = time.monotonic()
 
@@ -296,20 +301,17 @@ def _draw_board(history: Any, title: str) -> Picture:
     figure.subplots_adjust(0.05, 0.26, 0.98, 0.82 if title else 0.91)
     epochs = range(1, len(history.loss) + 1)
     words = [f"epoch {len(epochs)} of {history.num_epochs}"]
-    curves = {"training loss": history.loss, "test accuracy": history.accuracy}
-    for i, (axes, (name, values)) in enumerate(
-        zip(figure.subplots(1, 2), curves.items(), strict=True)
-    ):
+    halves = {"training loss": history.loss, "test accuracy": history.accuracy}
+    for i, (name, values) in enumerate(halves.items()):
+        axes, last = figure.add_subplot(1, 2, i + 1), f"{values[-1]:.3f}"
         axes.plot(epochs, values, color=PALETTE[i], marker=MARKERS[i], linestyle=DASHES[i])
-        axes.set(
-            title=f"{name}: {values[-1]:.3f}", xlabel="epoch", xlim=(0.5, history.num_epochs + 0.5)
-        )
+        axes.set(xlabel="epoch", title=f"{name}: {last}", xlim=(0.5, history.num_epochs + 0.5))
+        axes.set_ylim(0, 1 if i else None)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.grid()
-        axes.set_ylim(0, 1 if i else None)
-        words.append(f"{name} {values[-1]:.3f}")
-    words.append(f"{_quantity(statistics.median(history.seconds), 'seconds')} per epoch")
+        words.append(f"{name} {last}")
+    words.append(f"{quantity(statistics.median(history.seconds), 'seconds')} per epoch")
     caption = f"{history.devices}; {history.hardware}; {words[-1]}"
     figure.supxlabel("\n".join(textwrap.wrap(caption, 110)), x=0.02, y=0.03, ha="left", fontsize=11)
     figure.suptitle(title, x=0.02, y=0.96, ha="left", fontweight="bold")
