@@ -20,44 +20,18 @@ import torch
 
 from .devices import as_device, try_gpu
 
-LABELS = (
-    "t-shirt",
-    "trouser",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "ankle boot",
-)
-
-_PUBLISHED = "https://github.com/zalandoresearch/fashion-mnist"
-_UNSIGNED_BYTE = 0x08  # the only element type of MNIST's files
-_LARGEST = 1 << 30  # bytes; nothing near it is a file of this family
-_CHUNK = 1 << 20  # bytes to read at a time, so that memory grows with the file, not with its claims
-
-# File name and SHA-256 of the decompressed bytes, for the images and the labels of each split.
-_TRAIN = (
-    (
-        "train-images-idx3-ubyte.gz",
-        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-    ),
-    (
-        "train-labels-idx1-ubyte.gz",
-        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-    ),
-)
-_TEST = (
-    (
-        "t10k-images-idx3-ubyte.gz",
-        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-    ),
-    (
-        "t10k-labels-idx1-ubyte.gz",
-        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-    ),
+LABELS = ("t-shirt", "trouser", "pullover", "dress", "coat")
+LABELS += ("sandal", "shirt", "sneaker", "bag", "ankle boot")
+# Of images and labels, for training and then for testing: name, and SHA-256 when decompressed.
+FILES = {
+    "train-images-idx3": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+WHERE = (
+    "Pass root=, or set D2LPAR_DATA, to a folder that holds the four files: data/ of d2lpar's "
+    "repository, or what is published at https://github.com/zalandoresearch/fashion-mnist"
 )
 
 
@@ -72,96 +46,44 @@ class DataError(ValueError):
 def read_idx(path: str | Path, sha256: str | None = None) -> torch.Tensor:
     """Read a file in IDX format, with or without gzip, into a uint8 tensor of its dimensions.
 
-    The structure is checked first, then, where ``sha256`` is given, the SHA-256 of the decompressed
-    bytes. Memory grows with what the file holds, never with what its header claims.
-
     Raises:
-        DataError: the file is missing, not a file, cut short, too long, damaged, of another format
-            or element type, or not the one with this checksum.
+        DataError: the file is missing, damaged, cut short or too long, not IDX, not of unsigned
+            bytes, or not the one whose decompressed bytes have this SHA-256.
     """
-    path = Path(path)
+    path, content = Path(path), _read(Path(path))
+    if len(content) < 4 or content[:3] != b"\0\0\x08":  # 8: of unsigned bytes
+        start = content[:4].hex(" ")
+        raise DataError(path, f"it starts with {start or 'nothing'}, where IDX has 00 00 08")
+    num_dims, first = content[3], 4 + 4 * content[3]  # the place of the first element
+    if not 1 <= num_dims <= 3:
+        raise DataError(path, f"it has {num_dims} dimensions: images have 3, labels 1")
+    if len(content) < first:
+        raise DataError(path, "it is cut short, within its dimensions")
+    shape = struct.unpack_from(f">{num_dims}I", content, 4)
+    missing = math.prod(shape) - (len(content) - first)
+    if missing:
+        problem = f"is cut short by {missing}" if missing > 0 else f"is too long by {-missing}"
+        raise DataError(path, f"it {problem} bytes: it declares {' x '.join(map(str, shape))}")
+    digest = hashlib.sha256(content).hexdigest()
+    if sha256 not in (None, digest):
+        raise DataError(path, f"the SHA-256 of its decompressed bytes is {digest}, not {sha256}")
+    return torch.frombuffer(content, dtype=torch.uint8)[first:].reshape(shape)
+
+
+def _read(path: Path) -> bytearray:
+    """Return the bytes of a file, decompressed."""
+    if not path.is_file():  # reading a pipe would wait for a writer
+        problem = "this is a folder" if path.is_dir() else "there is no such file"
+        raise DataError(path, problem, WHERE)
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise DataError(path, "this is no file but a pipe or a device")  # opening it may hang
-        with path.open("rb") as raw:
-            zipped = raw.peek(2)[:2] == b"\x1f\x8b"
-            with gzip.open(raw) if zipped else raw as file:
-                shape = _read_shape(path, file)
-                body = _read_body(path, file, shape)
-                if zipped:
-                    _check_gzip_length(path, raw, file.tell())
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(path, "there is no such file", _where_to_find_it()) from None
-    except IsADirectoryError:
-        raise DataError(path, "this is a folder", "Name the file inside it.") from None
+        content = path.read_bytes()
+        return bytearray(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
     except EOFError:
         raise DataError(path, "its gzip stream is cut short") from None
     except (gzip.BadGzipFile, zlib.error) as error:
         raise DataError(path, f"its gzip stream is damaged ({error})") from None
     except OSError as error:
-        problem = f"it cannot be read ({error.strerror or error})"
-        raise DataError(path, problem, "Check that you may read it.") from None
-    images = torch.zeros(shape, dtype=torch.uint8)
-    if body:
-        images = torch.frombuffer(body, dtype=torch.uint8).reshape(shape)
-    if sha256 is not None:
-        _check_sha256(path, images, sha256)
-    return images
-
-
-def _read_shape(path: Path, file) -> tuple[int, ...]:
-    magic = file.read(4)
-    if len(magic) < 4:
-        raise DataError(path, f"it ends after {len(magic)} of the 4 bytes of its magic number")
-    if magic[:2] != b"\0\0":
-        problem = f"it starts with {magic[:2].hex(' ')}, neither gzip (1f 8b) nor IDX (00 00)"
-        raise DataError(path, problem)
-    if magic[2] != _UNSIGNED_BYTE:
-        problem = f"its elements are of IDX type 0x{magic[2]:02x}, not 0x08 (unsigned bytes)"
-        raise DataError(path, problem)
-    num_dims = magic[3]
-    if not 1 <= num_dims <= 3:
-        raise DataError(path, f"it declares {num_dims} dimensions: images have 3, labels 1")
-    sizes = file.read(4 * num_dims)
-    if len(sizes) < 4 * num_dims:
-        problem = f"it ends after {len(sizes)} of the {4 * num_dims} bytes of its dimensions"
-        raise DataError(path, problem)
-    shape = struct.unpack(f">{num_dims}I", sizes)
-    if math.prod(max(size, 1) for size in shape) > _LARGEST:
-        declared = " x ".join(map(str, shape))
-        raise DataError(path, f"it declares {declared} bytes, over the limit of {_LARGEST}")
-    return shape
-
-
-def _read_body(path: Path, file, shape: tuple[int, ...]) -> bytearray:
-    expected = math.prod(shape)
-    body = bytearray()
-    while len(body) < expected and (part := file.read(min(_CHUNK, expected - len(body)))):
-        body += part
-    if len(body) < expected:
-        declared = " x ".join(map(str, shape))
-        problem = f"it is cut short: {len(body)} of {declared} = {expected} bytes are there"
-        raise DataError(path, problem)
-    if file.read(1):  # reading to the end also makes gzip verify its own checksum
-        raise DataError(path, f"it goes on after the {expected} bytes that it declares")
-    return body
-
-
-def _check_gzip_length(path: Path, raw, num_bytes: int) -> None:
-    raw.seek(-4, os.SEEK_END)  # gzip ends with its length; the module skips zeros behind that
-    if struct.unpack("<I", raw.read(4))[0] != num_bytes:
-        raise DataError(path, "it goes on after the end of its gzip stream")
-
-
-def _check_sha256(path: Path, tensor: torch.Tensor, sha256: str) -> None:
-    header = bytes([0, 0, _UNSIGNED_BYTE, tensor.dim()]) + struct.pack(
-        f">{tensor.dim()}I", *tensor.shape
-    )
-    digest = hashlib.sha256(header)
-    digest.update(tensor.numpy())
-    if digest.hexdigest() != sha256.lower():
-        problem = f"the SHA-256 of its decompressed bytes is {digest.hexdigest()}, not {sha256}"
-        raise DataError(path, problem)
+        raise DataError(path, f"it cannot be read ({error.strerror or error})") from None
 
 
 class Minibatches:
@@ -211,47 +133,21 @@ def load_data_fashion_mnist(
         device: where the data set lives. None: the first GPU, else the CPU.
 
     Raises:
-        DataError: a file is missing or wrong, or images and labels do not belong together.
-        ValueError: batch_size is not a positive int.
+        DataError: a file is missing or wrong.
     """
     root = Path(root or os.environ.get("D2LPAR_DATA") or _find_data()).expanduser()
     device = try_gpu() if device is None else as_device(device)
-    splits = [_load_split(root, *split) for split in (_TRAIN, _TEST)]
-    return tuple(Minibatches(X.to(device), y.to(device), batch_size, seed) for X, y in splits)
+    paths = [root / f"{name}-ubyte.gz" for name in FILES]
+    parts = [read_idx(*file).to(device) for file in zip(paths, FILES.values(), strict=True)]
+    return tuple(Minibatches(*part, batch_size, seed) for part in (parts[:2], parts[2:]))
 
 
 def _find_data() -> Path:
     """Return the first folder that holds the data; an installed module has none beside it."""
-    name = _TRAIN[0][0]
+    name = f"{next(iter(FILES))}-ubyte.gz"
     folders = (Path(__file__).parents[1] / "data", Path("data"), Path("..", "data"))
     for folder in folders:
         if (folder / name).exists():
             return folder
     problem = f"it is in none of the folders {', '.join(map(str, folders))}"
-    raise DataError(Path(name), problem, _where_to_find_it())
-
-
-def _where_to_find_it() -> str:
-    return (
-        "Pass root=, or set D2LPAR_DATA, to a folder that holds the four files:"
-        f" data/ of d2lpar's repository, or what is published at {_PUBLISHED}"
-    )
-
-
-def _load_split(root: Path, images_file, labels_file) -> tuple[torch.Tensor, torch.Tensor]:
-    (images_name, images_sha256), (labels_name, labels_sha256) = images_file, labels_file
-    images_path, labels_path = root / images_name, root / labels_name
-    images, labels = read_idx(images_path), read_idx(labels_path)
-    if images.dim() != 3 or images.shape[1:] != (28, 28):
-        raise DataError(images_path, f"its shape is {tuple(images.shape)}, not (n, 28, 28)")
-    if labels.dim() != 1:
-        raise DataError(labels_path, f"its shape is {tuple(labels.shape)}, not (n,)")
-    if len(images) != len(labels):
-        problem = f"it has {len(labels)} labels for the {len(images)} images of {images_name}"
-        raise DataError(labels_path, problem)
-    if len(labels) and labels.max() >= len(LABELS):
-        i = int(labels.argmax())
-        raise DataError(labels_path, f"label {i} is {labels[i]}, where 0 to 9 are allowed")
-    _check_sha256(images_path, images, images_sha256)
-    _check_sha256(labels_path, labels, labels_sha256)
-    return images, labels
+    raise DataError(Path(name), problem, WHERE)

@@ -8,6 +8,7 @@ names of Dive into Deep Learning, section "GPUs".
 """
 
 import platform
+import re
 import subprocess
 import sys
 import threading
@@ -54,9 +55,9 @@ def as_device(device: torch.device | str | int) -> torch.device:
     """
     try:
         return torch.empty(0, device=device).device
+    except torch.OutOfMemoryError:  # it is there, and full
+        raise
     except (AssertionError, RuntimeError) as error:  # which of them depends on how torch was built
-        if isinstance(error, torch.OutOfMemoryError):
-            raise  # it is there, and full
         gpus = f"GPUs 0 to {n - 1}" if (n := torch.cuda.device_count()) else "no GPU"
         problem = f"there is no device {device!r}: torch sees {gpus} here"
         raise ValueError(f'{problem}. Use "cpu", which a list may name several times') from error
@@ -91,15 +92,12 @@ def hardware() -> str:
 
 
 def _processor() -> str:
-    if sys.platform == "darwin":  # where platform.processor() says no more than "arm"
-        with suppress(OSError, subprocess.CalledProcessError):
+    with suppress(OSError, subprocess.CalledProcessError):
+        if sys.platform == "darwin":  # where platform.processor() says no more than "arm"
             command = ["sysctl", "-n", "machdep.cpu.brand_string"]
             return subprocess.check_output(command, text=True).strip()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
     return platform.processor() or platform.machine()
 
 
