@@ -25,7 +25,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from d2lpar import launch
 from d2lpar.collectives.schedules import recursive_doubling
-from d2lpar.plot.drawing import picture
+from d2lpar.plot.picture import Picture
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -242,7 +242,7 @@ def test_the_executor_between_ranks_of_notebook_03_takes_exchanges_too():
 # The checks, checked
 
 
-SVG = picture("", 100, 50, "a ring of 4").svg
+SVG = Picture.around("", 100, 50, "a ring of 4").svg
 
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mP4DwABAQEAHLCMmQAAAABJRU5ErkJggg=="
@@ -319,7 +319,10 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_alternative_text, lambda nb: nb.cells[0].update(source="# A\n![](a.png)")),
     (check_alternative_text, lambda nb: nb.cells[0].update(source='# A\n<img src="a.png">')),
     (check_untrusted, output(new_output("display_data", {"image/svg+xml": SVG}))),
-    (check_figures, output(figure(picture('<text x="99" y="9">W</text>', 100, 50, "W").svg))),
+    (
+        check_figures,
+        output(figure(Picture.around('<text x="99" y="9">W</text>', 100, 50, "W").svg)),
+    ),
     (check_reprs, output(figure(text="<Figure size 640x480 with 1 Axes>"))),
     (check_reprs, output(shown("[<matplotlib.lines.Line2D at 0x7f3a>]"))),
     (check_saved_cells, source("#@save d2lpar.collectives.schedules\ndef ring(k): ...")),
@@ -572,6 +575,15 @@ def test_a_page_shows_the_svg_and_either_form_has_its_alternative_text():
     assert images(page_of(both)) == [('"4" & 5', "image/svg+xml")]
     del both.data["image/svg+xml"]
     assert images(page_of(both)) == [('<"4" & 5>', "image/png")]
+
+
+def test_a_page_shows_the_drawings_of_the_text_and_the_results_have_them_too(tmp_path):
+    (tmp_path / "img").mkdir()
+    (tmp_path / "img" / "ring.svg").write_text(SVG)
+    nb = new_notebook(cells=[new_markdown_cell("![a ring](img/ring.svg)"), new_code_cell("1")])
+    page = run_notebooks.to_html(nb, tmp_path / "01_toy.ipynb")
+    assert images(page) == [("a ring", "image/svg+xml")]
+    assert run(tmp_path, "1")[1].with_name("img").joinpath("ring.svg").read_text() == SVG
 
 
 def test_a_page_asks_nothing_of_the_network():

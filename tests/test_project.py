@@ -37,7 +37,7 @@ HOUSE = (
     ("pipeline", "schedules stages partition local distributed"),
     ("tensor_parallel", "layers vocabulary channels"),
     ("study", "memory iteration splits methods"),
-    ("plot", "drawing figures number_formats gantt board"),
+    ("plot", "picture charts steps spans"),
     ("", "training train_ddp"),
 )
 ORDER = [f"{room}.{file}".strip(".") for room, files in HOUSE for file in files.split()]
@@ -293,8 +293,8 @@ def test_imports_are_seen(tmp_path, monkeypatch):
         ("mixed_precision", "study/methods.py", True),
         ("mixed_precision", "mixed_precision/predivision.py", False),  # its own room's front door
         ("mixed_precision", "data_parallel/ddp.py", False),
-        ("devices", "plot/board.py", True),
-        ("training", "plot/board.py", False),
+        ("devices", "plot/charts.py", True),
+        ("training", "plot/charts.py", False),
         ("nothing", "data_parallel/ddp.py", False),
     ],
 )

@@ -1,0 +1,218 @@
+"""What all pictures have in common, and the fixed ones in notebooks/img."""
+
+import base64
+import io
+import subprocess
+import sys
+import types
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import text_layout
+import torch
+from PIL import Image
+from text_layout import SVG, elements, texts
+
+from d2lpar import plot
+from d2lpar.collectives.schedules import ring, tree
+from d2lpar.pipeline.schedules import gpipe, predict
+from d2lpar.plot import picture
+from d2lpar.plot.picture import PALETTE, Picture
+from d2lpar.study.iteration import Step
+
+ROOT = Path(__file__).parents[2]
+FIXED = sorted((ROOT / "notebooks" / "img").glob("*.svg"))
+HISTORY = {"loss": [2.0, 1.0], "accuracy": [0.1, 0.5], "seconds": [1, 2], "num_epochs": 9}
+WORDS = """a < b & "c" > 'd' $x$"""
+
+
+def board():
+    board = plot.Board(WORDS)
+    board(types.SimpleNamespace(**HISTORY, devices=WORDS, hardware=WORDS))
+    return board.picture
+
+
+PICTURES = {
+    "schedule": lambda: plot.schedule(tree, 3, title=WORDS),
+    "iteration": lambda: plot.iteration({WORDS: [Step(WORDS, {(0, 1): 2}, (1,))]}),
+    "data_parallel": lambda: plot.data_parallel(4),
+    "timeline": lambda: plot.timeline([(WORDS, WORDS, 0, 1), ("b", "z", 1, 1)], WORDS),
+    "pipeline": lambda: plot.pipeline({WORDS: predict(gpipe(2, 2))}, WORDS),
+    "links": lambda: plot.links({WORDS: {(0, 1): 4_000_000, ("host", 0): 15}}),
+    "curves": lambda: plot.curves({WORDS: ([1, 2], [3, 4]), "b": ([1], [2])}, WORDS, "z", WORDS),
+    "bars": lambda: plot.bars({WORDS: 1, "b $": (2, 1, 3)}, WORDS, title=WORDS),
+    "stacks": lambda: plot.stacks({WORDS: {WORDS: 1, "$z": 2}, "b": {"$z": 0.5}}, WORDS),
+    "images": lambda: plot.images(torch.zeros(3, 1, 28, 28), [WORDS[:9], "b", "c"]),
+    "board": board,
+}
+
+
+@pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES)
+def test_a_picture_is_xml_with_an_alternative_text_and_a_png_and_the_same_bytes_again(draw):
+    picture = draw()
+    root = ET.fromstring(picture.svg)
+    assert root.tag == SVG + "svg" and root.get("role") == "img"
+    assert root.get("aria-label") == root.find(SVG + "title").text == picture.alt == repr(picture)
+    assert len(picture.alt) > 8
+    assert draw().svg == picture.svg
+    assert list(text_layout.complaints(picture.svg)) == []
+    ground = root.find(SVG + "rect")  # for dark pages
+    assert ground.get("fill") == "#FFF" and ground.get("width") == "100%"
+    assert "<style" not in picture.svg  # it would change the other pictures of a page
+    assert len(picture.svg) < 40_000
+
+    data, metadata = picture._repr_mimebundle_()
+    png = base64.b64decode(data.pop("image/png"))
+    assert data == {"image/svg+xml": picture.svg, "text/plain": picture.alt}
+    image = Image.open(io.BytesIO(png))
+    width, height = (float(root.get(name)) for name in ("width", "height"))
+    assert image.size == (pytest.approx(2 * width, abs=2), pytest.approx(2 * height, abs=2))
+    assert metadata == {"image/png": {"alt": picture.alt, "width": image.width // 2}}
+    assert len(image.getcolors()) <= 64 and len(png) < 60_000
+    assert image.convert("RGB").getpixel((8, 8)) == (255, 255, 255)
+    assert picture.png() == png
+
+
+def test_words_and_colours_are_in_the_png():
+    words = picture.text(50 + 30j, "MMM", picture.BOLD)
+    square = f'<rect x="10" y="50" width="20" height="20" fill="{PALETTE[1]}"/>'
+    image = Image.open(io.BytesIO(Picture.around(words + square, 200, 80, "MMM").png()))
+    image = image.convert("RGB")
+    assert "#{:02X}{:02X}{:02X}".format(*image.getpixel((40, 120))) == PALETTE[1]
+    left, _, right, _ = image.crop((0, 0, 400, 90)).point(lambda v: 255 - v).getbbox()
+    assert left == pytest.approx(100, abs=4)
+    assert right == pytest.approx(100 + 2 * picture.text_width("MMM", bold=True), abs=4)
+
+
+def test_save_writes_the_svg_and_the_readme_shows_what_the_code_draws(tmp_path):
+    drawn = plot.schedule(ring, 4, title="Ring allreduce on 4 devices")
+    drawn.save(tmp_path / "ring.svg")
+    assert (tmp_path / "ring.svg").read_text("utf-8") == drawn.svg
+    assert (ROOT / "docs" / "ring.svg").read_text("utf-8") == drawn.svg, "save the picture again"
+
+
+@pytest.mark.parametrize("path", FIXED, ids=lambda path: path.stem)
+def test_the_fixed_drawings_are_legible_and_shown_with_their_alternative_text(path):
+    svg = path.read_text("utf-8")
+    assert list(text_layout.complaints(svg)) == []
+    root = ET.fromstring(svg)
+    assert root.find(SVG + "rect").get("fill") == "#FFF" and len(root.get("aria-label")) > 99
+    shown = "".join(p.read_text("utf-8") for p in (ROOT / "notebooks").glob("*.ipynb"))
+    assert f"](img/{path.name})" in shown
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ('<text x="70" y="50">Width</text>', "leaves the picture"),
+        ('<text x="10" y="50">One</text><text x="30" y="55">Two</text>', "overlap"),
+        ('<rect x="10" y="40" width="20" height="20"/><text x="12" y="55">One</text>', "fills its"),
+        ('<g transform="translate(70 50)"><text x="0" y="0">Width</text></g>', "leaves the"),
+        ('<text x="50" y="50" text-anchor="end">One</text><text x="44" y="56">Two</text>', "overl"),
+    ],
+)
+def test_a_text_without_room_is_seen(body, complaint):
+    svg = Picture.around(body, 100, 100, "words").svg
+    [found] = text_layout.complaints(svg)
+    assert complaint in found
+    assert list(text_layout.complaints(svg.replace("<text", '<text font-size="5"'))) == []
+    [found] = text_layout.complaints(Picture.around("", 9, 9, "").svg.replace("DejaVu", "My"))
+    assert "not in DejaVu Sans" in found
+
+
+def linear(colour):
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+
+
+def test_the_palette_stands_out_from_white_and_tells_neighbours_apart():
+    # what a person without red or without green cones sees (Machado et al., 2009)
+    protan = [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]
+    deutan = [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]
+    for colour in (*PALETTE, picture.DARK_GREY):
+        r, g, b = linear(colour)
+        assert 1.05 / (0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05) >= 3  # WCAG, for graphics
+    for matrix in (protan, deutan):
+        seen = [
+            [sum(m * c for m, c in zip(row, linear(colour), strict=True)) for row in matrix]
+            for colour in PALETTE
+        ]
+        for a, b in pairwise(seen):
+            assert max(abs(x - y) for x, y in zip(a, b, strict=True)) > 0.1
+
+
+def test_a_schedule_has_one_colour_in_every_picture():
+    """``line`` is where a picture names the ring: a title, a curve, a bar, a panel."""
+    colour = picture.SCHEDULES["ring"]
+    assert len(set(picture.SCHEDULES.values())) == len(picture.SCHEDULES)
+    assert elements(plot.schedule(ring, 4), "path", stroke=colour, stroke_width="3")
+    one = {"a": ([1], [2]), "dist.all_reduce": ([1], [3]), "ring": ([1], [4])}
+    for names in (list(one), list(one)[::-1]):
+        drawn = plot.curves({name: one[name] for name in names}, "x", "y").figure.axes[0].lines
+        colours = {line.get_label(): line.get_color() for line in drawn}
+        assert colours["ring"] == colour and len(set(colours.values())) == 3
+        assert colours["dist.all_reduce"] == picture.SCHEDULES["all_reduce"]
+    assert picture.colours_of(["ring", "x", "ring, over gloo"])[::2] == [colour, colour]
+    bars = plot.bars({"a": 1, "ring": 2}).figure.axes[0].patches
+    links = plot.links({"star": {(0, 1): 1}, "ring": {(0, 1): 1}}).figure.axes[1].patches
+    for patch in (bars[1], links[0]):
+        assert patch.get_facecolor()[:3] == pytest.approx(
+            [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        )
+
+
+PROCESSOR = "One step, 64 threads of Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz, torch 2.13.0"
+RANGES = {"recursive_doubling": (0.1, 0.09, 0.12), "star": (0.2, 0.1, 0.3)}
+CURVES = {name: ([1, 10], values[:2]) for name, values in RANGES.items()}
+LONG = {
+    "bars": lambda words: plot.bars(RANGES, words, "seconds", words),
+    "curves": lambda words: plot.curves(CURVES, words, "time", words, log_x=True),
+    "stacks": lambda words: plot.stacks({"all": {"activations": 1, "parameters": 2}}, words),
+    "timeline": lambda words: plot.timeline([("rank 0: main", "forward", 0, 1)], words),
+    "schedule": lambda words: plot.schedule(ring, 4, words),
+}
+
+
+@pytest.mark.parametrize("draw", LONG.values(), ids=LONG)
+def test_a_long_name_of_a_processor_fits_into_the_picture(draw):
+    assert list(text_layout.complaints(draw(PROCESSOR).svg)) == []
+
+
+def test_nothing_is_imported_or_left_open_and_a_picture_shows_itself_in_a_notebook_shell():
+    code = (
+        "import sys; from d2lpar import plot\n"
+        "from types import SimpleNamespace as History\n"
+        "one = dict(loss=[1], accuracy=[1], seconds=[1], devices='', hardware='', num_epochs=1)\n"
+        "plot.bars({'a': 1}); plot.Board()(History(**one))\n"
+        "assert not {'matplotlib.pyplot', 'IPython'} & set(sys.modules)\n"
+        "from IPython.testing.globalipapp import start_ipython\n"
+        "show = start_ipython().display_formatter.format\n"
+        "data, metadata = show(plot.bars({'a': 1}))\n"
+        "assert data['image/svg+xml'].startswith('<svg'), data\n"
+        "assert data['image/png'].startswith('iVBO'), data\n"
+        "assert metadata['image/png'] == {'alt': data['text/plain'], 'width': 760}, metadata\n"
+        "live, _ = show(plot.bars({'a': 1}), exclude=('image/png',))\n"
+        "assert set(live) == {'image/svg+xml', 'text/plain'}, live\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+def test_a_picture_does_not_depend_on_the_users_settings():
+    import matplotlib as mpl
+
+    before = PICTURES["curves"]().svg
+    with mpl.rc_context({"font.size": 30, "axes.grid": True, "svg.fonttype": "path"}):
+        assert PICTURES["curves"]().svg == before
+
+
+@pytest.mark.parametrize("name", ["curves", "bars", "stacks", "links"])
+def test_a_chart_gives_its_figure_to_restyle_and_save(name, tmp_path):
+    picture = PICTURES[name]()
+    picture.figure.axes[0].set_title("Mine", loc="left")
+    picture.figure.savefig(tmp_path / "chart.pdf")
+    picture.figure.savefig(tmp_path / "chart.svg", metadata={"Date": None})
+    assert (tmp_path / "chart.pdf").read_bytes().startswith(b"%PDF")
+    assert "Mine" in (tmp_path / "chart.svg").read_text() and "Mine" not in texts(picture)
+    assert PICTURES["schedule"]().figure is None
