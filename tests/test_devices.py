@@ -1,3 +1,5 @@
+"""Which devices there are, what moves between them, and how it is counted."""
+
 import platform
 import sys
 import threading
@@ -24,29 +26,24 @@ from d2lpar import (
     try_gpu,
 )
 from d2lpar.checkpoint import load_checkpoint
-from d2lpar.devices import as_device, describe, hardware, num_bytes
+from d2lpar.devices import as_device, check_devices, describe, hardware, num_bytes
 from d2lpar.study.memory import peak_memory
+
+CPU = torch.device("cpu")
 
 
 def pretend_gpus(monkeypatch, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
-def test_without_gpus_every_function_falls_back_to_the_cpu(monkeypatch):
+def test_gpus_are_used_where_there_are_enough_and_else_the_cpu(monkeypatch):
     pretend_gpus(monkeypatch, 0)
-    cpu = torch.device("cpu")
-    assert try_gpu() == cpu
-    assert try_gpu(3) == cpu
-    assert try_all_gpus() == [cpu]
-    assert choose_devices(3) == ([cpu] * 3, "3 virtual devices on cpu")
-
-
-def test_gpus_are_used_where_there_are_enough(monkeypatch):
+    assert try_gpu() == try_gpu(3) == CPU and try_all_gpus() == [CPU]
+    assert choose_devices(3) == ([CPU] * 3, "3 virtual devices on cpu")
+    assert choose_devices(1) == ([CPU], "cpu") and describe([CPU]) == "cpu"
     pretend_gpus(monkeypatch, 2)
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert try_gpu(1) == gpus[1]
-    assert try_gpu(2) == torch.device("cpu")
-    assert try_gpu(-1) == torch.device("cpu")
+    assert [try_gpu(i) for i in (1, 2, -1)] == [gpus[1], CPU, CPU]
     assert try_all_gpus() == gpus
     assert choose_devices(2) == (gpus, "cuda:0, cuda:1")
     assert choose_devices(3) == ([*gpus, gpus[0]], "3 virtual devices on cuda:0, cuda:1")
@@ -74,56 +71,60 @@ def test_a_device_that_is_not_there_is_named_wherever_devices_are_given(monkeypa
 
 
 def test_a_device_that_is_there_is_named_as_tensors_name_it(monkeypatch):
-    assert as_device("cpu") == as_device(torch.device("cpu")) == torch.empty(0).device
+    assert check_devices(["cpu", CPU]) == [torch.empty(0).device] * 2
     pretend_gpus(monkeypatch, 2)
     with pytest.raises(ValueError, match="torch sees GPUs 0 to 1"):
         as_device("cuda:7")
 
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory")
 
-@pytest.mark.parametrize("k", [0, -1, 2.0, "2", None])
-def test_a_wrong_number_of_devices_is_named(k):
-    with pytest.raises(ValueError, match="number of devices must be a positive int") as error:
-        choose_devices(k)
-    assert repr(k) in str(error.value)
-
-
-def test_one_device_is_not_called_virtual():
-    assert describe([torch.device("cpu")]) == "cpu"
+    monkeypatch.setattr(torch, "empty", full)  # a device that is full is not called absent
+    with pytest.raises(torch.OutOfMemoryError):
+        as_device("cuda:0")
 
 
-def test_hardware_names_the_processor_of_a_mac(tmp_path, monkeypatch):
-    elsewhere = hardware()
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: choose_devices(0), ValueError, "number of devices must be a positive int, not 0"),
+        (lambda: choose_devices("2"), ValueError, "must be a positive int, not '2'"),
+        (lambda: check_devices("cpu"), TypeError, "must be a list of devices, not 'cpu'"),
+        (lambda: check_devices([]), ValueError, "devices is empty"),
+    ],
+)
+def test_what_is_no_list_of_devices_is_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_hardware_names_threads_torch_and_the_processor(tmp_path, monkeypatch):
+    assert f"{torch.get_num_threads()} threads of" in hardware()
+    assert torch.__version__ in hardware()
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert hardware() == elsewhere  # there is no sysctl
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert "threads of riscv64" in hardware()  # there is no sysctl
     sysctl = tmp_path / "sysctl"
     sysctl.write_text('#!/bin/sh\n[ "$*" = "-n machdep.cpu.brand_string" ] && echo "Apple M4"\n')
     sysctl.chmod(0o755)
     assert "threads of Apple M4," in hardware()
     sysctl.write_text("#!/bin/sh\nexit 1\n")
-    assert hardware() == elsewhere
-
-
-def test_hardware_without_cpuinfo(monkeypatch):
-    monkeypatch.setattr(devices, "Path", lambda name: Path("no such file"))
-    monkeypatch.setattr(platform, "processor", lambda: "")
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert "threads of riscv64" in hardware()
-
-
-def test_hardware_names_threads_and_torch():
-    assert f"{torch.get_num_threads()} threads of" in hardware()
-    assert torch.__version__ in hardware()
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(devices, "Path", lambda name: Path("no such file"))
+    assert "threads of riscv64" in hardware()
 
 
 def test_moving_counts_bytes_per_link_and_copies_nothing_within_one_memory():
     x = torch.arange(6, dtype=torch.float64)
     with count_bytes() as ledger:
-        assert to_device(x, torch.device("cpu"), 0, 1) is x
-        to_device(x[:2], torch.device("cpu"), 0, 1)
-        to_device(x.float(), torch.device("cpu"), 1, 2)
-        to_device(x, torch.device("cpu"), 2, 2)  # goes nowhere
-        to_device(x, torch.device("cpu"), "host", 2)
+        assert to_device(x, CPU, 0, 1) is x
+        to_device(x[:2], CPU, 0, 1)
+        to_device(x.float(), CPU, 1, 2)
+        to_device(x, CPU, 2, 2)  # goes nowhere
+        to_device(x, CPU, "host", 2)
     assert ledger.bytes == {(0, 1): 64, (1, 2): 24, ("host", 2): 48}
     assert ledger.messages == {(0, 1): 2, (1, 2): 1, ("host", 2): 1}
     assert (ledger.sent(0), ledger.received(0)) == (64, 0)
@@ -131,9 +132,9 @@ def test_moving_counts_bytes_per_link_and_copies_nothing_within_one_memory():
 
 
 def test_a_gradient_travels_back_once_and_is_counted_where_the_tensor_was():
-    x, cpu = torch.ones(3, requires_grad=True), torch.device("cpu")
+    x = torch.ones(3, requires_grad=True)
     with count_bytes() as ledger:
-        y = to_device(x, cpu, 0, 1)
+        y = to_device(x, CPU, 0, 1)
     assert y is not x and y.data_ptr() == x.data_ptr()
     (y.exp() + y).sum().backward()  # after the block, and for two uses
     torch.testing.assert_close(x.grad, torch.e + torch.ones(3))
@@ -141,18 +142,13 @@ def test_a_gradient_travels_back_once_and_is_counted_where_the_tensor_was():
     assert ledger.bytes == {(0, 1): 12, (1, 0): 12}
     y.sum().backward()  # a second pass sends it again
     assert ledger.bytes[1, 0] == 24
-
-
-def test_a_sparse_gradient_travels_back():
     weight = torch.ones(5, 2, requires_grad=True)
     with count_bytes() as ledger:
-        there = to_device(weight, torch.device("cpu"), 0, 1)
-        F.embedding(torch.tensor([1]), there, sparse=True).sum().backward()
-    assert weight.grad.is_sparse
-    assert ledger.bytes[1, 0] == 8 + 2 * 4
+        F.embedding(torch.tensor([1]), to_device(weight, CPU, 0, 1), sparse=True).sum().backward()
+    assert weight.grad.is_sparse and ledger.bytes[1, 0] == 8 + 2 * 4
 
 
-def test_a_gradient_that_there_is_not_is_not_made_up():
+def test_what_was_moved_may_be_written_to_and_a_missing_gradient_is_not_made_up():
     class Ends(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -164,78 +160,61 @@ def test_a_gradient_that_there_is_not_is_not_made_up():
 
     x = torch.ones(3, requires_grad=True)
     with count_bytes() as ledger:
-        Ends.apply(to_device(x, torch.device("cpu"), 0, 1)).sum().backward()
-    assert x.grad is None and (1, 0) not in ledger.bytes
-
-
-def test_what_was_moved_may_be_written_to():
-    x = torch.ones(3, requires_grad=True)
-    with count_bytes():
-        to_device(2 * x, torch.device("cpu"), 0, 1).relu_().sum().backward()
+        Ends.apply(to_device(x, CPU, 0, 1)).sum().backward()
+        assert x.grad is None and (1, 0) not in ledger.bytes
+        to_device(2 * x, CPU, 0, 1).relu_().sum().backward()
     assert x.grad.tolist() == [2, 2, 2]
 
 
 def test_nothing_travels_back_of_what_needs_no_gradient_or_goes_nowhere():
-    x, cpu = torch.ones(3, requires_grad=True), torch.device("cpu")
-    assert to_device(x, cpu, 0, 1) is x  # no ledger
+    x = torch.ones(3, requires_grad=True)
+    assert to_device(x, CPU, 0, 1) is x  # no ledger
     with count_bytes() as ledger:
-        assert to_device(x, cpu, 1, 1) is x
-        to_device(x.detach(), cpu, 0, 1)
+        assert to_device(x, CPU, 1, 1) is x
+        to_device(x.detach(), CPU, 0, 1)
         with torch.no_grad():
-            to_device(x, cpu, 0, 1)
-        to_device(x, cpu, 0, 1)  # of which no loss is made
+            to_device(x, CPU, 0, 1)
+        to_device(x, CPU, 0, 1)  # of which no loss is made
     x.sum().backward()
     assert ledger.bytes == {(0, 1): 36}
 
 
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        (torch.zeros(3, 4), 48),
-        (torch.zeros(3, 4, dtype=torch.float16).T, 24),
-        (torch.zeros(1).expand(5), 20),  # all five would be sent
-        (torch.zeros(10)[:2], 8),
-        (torch.zeros(0), 0),
-        (torch.tensor(True), 1),
-        (torch.tensor([[0.0, 1, 0], [2, 0, 3]]).to_sparse(), 3 * (2 * 8 + 4)),
-        (
-            torch.sparse_coo_tensor([[1, 1, 2]], torch.ones(3, 5), (9, 5), check_invariants=True),
-            2 * (8 + 5 * 4),
-        ),
-    ],
-)
-def test_the_bytes_of_a_message(tensor, expected):
-    assert num_bytes(tensor) == expected
+def test_the_bytes_of_a_message():
+    assert num_bytes(torch.zeros(3, 4, dtype=torch.float16).T) == 24
+    assert num_bytes(torch.zeros(1).expand(5)) == 20  # all five would be sent
+    assert num_bytes(torch.zeros(10)[:2]) == 8 and num_bytes(torch.zeros(0)) == 0
+    assert num_bytes(torch.tensor([[0.0, 1, 0], [2, 0, 3]]).to_sparse()) == 3 * (2 * 8 + 4)
+    twice = torch.sparse_coo_tensor([[1, 1, 2]], torch.ones(3, 5), (9, 5), check_invariants=True)
+    assert num_bytes(twice) == 2 * (8 + 5 * 4)
 
 
-def test_counting_ends_with_the_block_and_blocks_nest():
-    x, cpu = torch.zeros(1), torch.device("cpu")
+def test_blocks_nest():
     with count_bytes() as outer:
-        to_device(x, cpu, 0, 1)
+        to_device(torch.zeros(1), CPU, 0, 1)
         with count_bytes() as inner:
-            to_device(x, cpu, 1, 0)
-        to_device(x, cpu, 0, 1)
-    to_device(x, cpu, 0, 1)
-    assert outer.bytes == {(0, 1): 8}
-    assert inner.bytes == {(1, 0): 4}
+            to_device(torch.zeros(1), CPU, 1, 0)
+        to_device(torch.zeros(1), CPU, 0, 1)
+    assert outer.bytes == {(0, 1): 8} and inner.bytes == {(1, 0): 4}
 
 
 def test_counting_ends_with_the_block_also_after_an_error():
     with pytest.raises(KeyError), count_bytes() as ledger:
         raise KeyError
-    to_device(torch.zeros(1), torch.device("cpu"), 0, 1)
+    to_device(torch.zeros(1), CPU, 0, 1)
     assert not ledger.bytes
 
 
 def test_threads_do_not_lose_counts():
     ledger = Ledger()
-    work = [
-        threading.Thread(target=lambda: [ledger.record(0, 1, 1) for _ in range(20_000)])
-        for _ in range(4)
-    ]
-    for thread in work:
+
+    def work():
+        for _ in range(20_000):
+            ledger.record(0, 1, 1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
         thread.start()
-    for thread in work:
+    for thread in threads:
         thread.join()
     assert ledger.bytes == {(0, 1): 80_000}
 
@@ -244,14 +223,4 @@ def test_threads_do_not_lose_counts():
 def test_moving_between_a_gpu_and_the_host():
     with count_bytes() as ledger:
         y = to_device(torch.ones(4), torch.device("cuda", 0), "host", 0)
-    assert y.device == torch.device("cuda", 0)
-    assert ledger.bytes == {("host", 0): 16}
-
-
-def test_a_device_that_is_full_is_not_called_absent(monkeypatch):
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        as_device("cuda:0")
+    assert y.device == torch.device("cuda", 0) and ledger.bytes == {("host", 0): 16}

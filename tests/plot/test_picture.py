@@ -103,6 +103,16 @@ def test_the_fixed_drawings_are_legible_and_shown_with_their_alternative_text(pa
     assert f"](img/{path.name})" in shown
 
 
+def test_the_fixed_drawing_of_number_formats_says_what_torch_says():
+    drawn = (ROOT / "notebooks" / "img" / "number_formats.svg").read_text("utf-8")
+    for kind in (torch.float32, torch.bfloat16, torch.float16):
+        info, name = torch.finfo(kind), str(kind).removeprefix("torch.")
+        least = torch.tensor(info.tiny * info.eps, dtype=kind)
+        assert least > 0 and least / 2 == 0  # the smallest there is
+        words = f"{name} from {least:.1e} to {info.max:.1e}, {info.eps:.1e} apart at 1"
+        assert words in drawn
+
+
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
@@ -144,15 +154,14 @@ def test_the_palette_stands_out_from_white_and_tells_neighbours_apart():
 
 
 def test_a_schedule_has_one_colour_in_every_picture():
-    """``line`` is where a picture names the ring: a title, a curve, a bar, a panel."""
     colour = picture.SCHEDULES["ring"]
     assert len(set(picture.SCHEDULES.values())) == len(picture.SCHEDULES)
     assert elements(plot.schedule(ring, 4), "path", stroke=colour, stroke_width="3")
-    one = {"a": ([1], [2]), "dist.all_reduce": ([1], [3]), "ring": ([1], [4])}
+    one = {"a": ([1], [2]), "b": ([1], [5]), "dist.all_reduce": ([1], [3]), "ring": ([1], [4])}
     for names in (list(one), list(one)[::-1]):
         drawn = plot.curves({name: one[name] for name in names}, "x", "y").figure.axes[0].lines
         colours = {line.get_label(): line.get_color() for line in drawn}
-        assert colours["ring"] == colour and len(set(colours.values())) == 3
+        assert colours["ring"] == colour and len(set(colours.values())) == 4
         assert colours["dist.all_reduce"] == picture.SCHEDULES["all_reduce"]
     assert picture.colours_of(["ring", "x", "ring, over gloo"])[::2] == [colour, colour]
     bars = plot.bars({"a": 1, "ring": 2}).figure.axes[0].patches
