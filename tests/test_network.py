@@ -1,43 +1,34 @@
+"""LeNet by hand is torch's, and so are its gradients; the loss and the step are the book's."""
+
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from d2lpar import init_params, lenet, loss, sgd
+from d2lpar.models import lenet_layers
+from d2lpar.network import LeNet
 
 SHAPES = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,)]
 
 
-def contiguous(params):
-    return [p.detach().clone(memory_format=torch.contiguous_format) for p in params]
-
-
 def as_module(params):
     """The same network from torch.nn, as a reference."""
-    net = nn.Sequential(
-        *(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
-        *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2)),
-        *(nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10)),
-    ).to(params[0].dtype)
+    net = lenet_layers().to(params[0].dtype)
     with torch.no_grad():
         for mine, given in zip(net.parameters(), params, strict=True):
             mine.copy_(given.T if given.dim() == 2 else given)
     return net
 
 
-def test_parameters_have_the_books_shapes_and_scale():
-    params = init_params(scale=0.5, generator=torch.Generator().manual_seed(0))
-    assert [tuple(p.shape) for p in params] == SHAPES
-    for param in params:
+def test_parameters_have_the_books_shapes_and_scale_and_come_from_the_generator():
+    a, b, c = (init_params(0.5, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    assert [tuple(p.shape) for p in a] == SHAPES
+    for param in a:
         assert param.dtype == torch.float32 and not param.requires_grad
         if param.dim() == 1:
             assert not param.any()
         else:
             assert abs(param.std() - 0.5) < 0.05 and abs(param.mean()) < 0.1
-
-
-def test_the_generator_decides_the_parameters():
-    a, b, c = (init_params(generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     assert not torch.equal(a[0], c[0])
 
@@ -53,6 +44,8 @@ def test_lenet_and_its_gradients_equal_those_of_torch_nn():
     for mine, other in zip(params, net.parameters(), strict=True):
         grad = other.grad.T if other.dim() == 2 else other.grad
         torch.testing.assert_close(mine.grad, grad)
+    module = LeNet(0.1, torch.Generator().manual_seed(0)).double()
+    assert torch.equal(module(X), lenet(X, list(module.parameters())))
 
 
 def test_pixels_that_are_cropped_have_no_part_and_larger_images_are_refused():
@@ -68,17 +61,18 @@ def test_pixels_that_are_cropped_have_no_part_and_larger_images_are_refused():
 def test_channels_last_changes_strides_but_not_results():
     params = init_params()
     assert [p.stride()[1] for p in (params[0], params[2])] == [1, 1]
-    assert torch.equal(contiguous(params)[2], params[2])
-    X = torch.rand(5, 1, 28, 28)
-    torch.testing.assert_close(lenet(X, params), lenet(X, contiguous(params)), rtol=1e-5, atol=1e-7)
+    plain, X = (
+        [p.clone(memory_format=torch.contiguous_format) for p in params],
+        torch.rand(5, 1, 28, 28),
+    )
+    torch.testing.assert_close(lenet(X, params), lenet(X, plain), rtol=1e-5, atol=1e-7)
 
 
 def test_no_rows_give_no_logits_and_zero_gradients():
     params = [p.requires_grad_() for p in init_params()]
     X, y = torch.zeros(0, 1, 28, 28), torch.zeros(0, dtype=torch.long)
-    assert lenet(X, params).shape == (0, 10)
     loss(lenet(X, params), y).sum().backward()
-    assert all(not p.grad.any() for p in params)
+    assert lenet(X, params).shape == (0, 10) and not any(p.grad.any() for p in params)
 
 
 def test_the_loss_is_one_number_per_example():

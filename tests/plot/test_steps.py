@@ -144,7 +144,7 @@ def test_an_iteration_has_an_arrow_for_each_link_and_a_block_for_each_that_compu
 def test_iterations_stand_side_by_side_and_have_room_for_their_words():
     link = {(0, 1): 399_999_999, (1, 0): 1, (3, 2): 1}
     steps = [Step(name, link, (0, 3)) for name in ("allreduce the gradients", "loss", "x" * 20)]
-    pictures = [plot.iteration({name: steps for name in "ABC"[:n]}) for n in (1, 2, 3)]
+    pictures = [plot.iteration(dict.fromkeys("ABC"[:n], steps)) for n in (1, 2, 3)]
     for picture in pictures:
         assert list(text_layout.complaints(picture.svg)) == []
     assert len({picture.svg.partition("viewBox=")[2][:8] for picture in pictures}) == 1
