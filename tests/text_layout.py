@@ -12,16 +12,20 @@ from PIL import ImageFont
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+parsed = functools.lru_cache(maxsize=4)(ET.fromstring)
+
+
 def texts(picture):
     """All that a picture says in its drawing, in order."""
-    return ["".join(t.itertext()) for t in ET.fromstring(picture.svg).iter(SVG + "text")]
+    return ["".join(t.itertext()) for t in parsed(picture.svg).iter(SVG + "text")]
 
 
 def elements(picture, tag, **attributes):
     """Its elements of this tag that have these attributes (stroke_width for stroke-width)."""
     wanted = {name.replace("_", "-"): value for name, value in attributes.items()}
-    found = ET.fromstring(picture.svg).iter(SVG + tag)
-    return [one for one in found if wanted.items() <= one.attrib.items()]
+    return [
+        one for one in parsed(picture.svg).iter(SVG + tag) if wanted.items() <= one.attrib.items()
+    ]
 
 
 @functools.cache
