@@ -81,21 +81,23 @@ def load_checkpoint(
             file, cut short, or changed.
     """
     device = as_device(device)
+    damaged = CheckpointError(
+        f"{path}: it is no checkpoint, or is cut short or damaged. Copy it again, or load an older "
+        "checkpoint."
+    )
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait for a writer
             raise OSError("it is a folder, a pipe or a device")
         with safetensors.safe_open(path, "pt") as file:
             saved, _, text = file.metadata()["checkpoint"].partition(" ")
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        whole = _digest(tensors, text) == saved
     except OSError as error:
         problem = f"it cannot be read ({error.strerror or error})"
         raise CheckpointError(f"{path}: {problem}. Give the name of a checkpoint.") from error
-    except Exception:  # what damage raises depends on where it is
-        whole = False
-    if not whole:
-        problem = "it is no checkpoint, or is cut short or damaged: its SHA-256 does not match"
-        raise CheckpointError(f"{path}: {problem}. Copy it again, or load an older checkpoint.")
+    except Exception as error:  # its kind depends on where the damage is
+        raise damaged from error
+    if _digest(tensors, text) != saved:
+        raise damaged
     return {name: tensor.to(device) for name, tensor in tensors.items()}, json.loads(text)
 
 

@@ -1,9 +1,9 @@
-"""What a device is here: GPUs where there are enough, else virtual ones; moving a tensor, counted.
+"""Devices: GPUs where there are enough, else virtual ones; and tensors that move, counted.
 
 A *position* is a place in a list of devices. The list may name one device several times: every
 position is then a virtual device, with tensors of its own in a memory that all of them share. What
 travels between positions goes through ``to_device``, so that a ``Ledger`` can count it on a laptop
-as well as on eight GPUs. Notebook 02 builds on this file; ``try_gpu`` and ``try_all_gpus`` are the
+as well as on eight GPUs. Notebook 02 uses this file; ``try_gpu`` and ``try_all_gpus`` are the
 names of Dive into Deep Learning, section "GPUs".
 """
 
@@ -35,10 +35,7 @@ def try_all_gpus() -> list[torch.device]:
 def choose_devices(k: int) -> tuple[list[torch.device], str]:
     """Return ``k`` devices, GPUs where there are as many, else virtual, and words that say which.
 
-    Virtual devices take turns on what there is, so 4 devices on 2 GPUs are two to a GPU.
-
-    Raises:
-        ValueError: ``k`` is not a positive int.
+    Virtual devices take turns on what there is: 4 devices on 2 GPUs are two per GPU.
     """
     if not isinstance(k, int) or k < 1:
         raise ValueError(f"the number of devices must be a positive int, not {k!r}")
@@ -50,8 +47,7 @@ def choose_devices(k: int) -> tuple[list[torch.device], str]:
 def as_device(device: torch.device | str | int) -> torch.device:
     """Return ``device`` as tensors name theirs, such as cuda:0; an int is the number of a GPU.
 
-    Raises:
-        ValueError: this machine has no such device.
+    Raises ValueError if this machine has no such device.
     """
     try:
         return torch.empty(0, device=device).device
@@ -64,10 +60,7 @@ def as_device(device: torch.device | str | int) -> torch.device:
 
 
 def check_devices(devices: Sequence[torch.device]) -> list[torch.device]:
-    """Return ``devices`` as tensors name theirs, such as cuda:0.
-
-    Raises TypeError for what is no list, ValueError for an empty one and for a missing device.
-    """
+    """Return ``devices`` as tensors name theirs; raise for an empty list and a missing device."""
     if isinstance(devices, (str, torch.device)):
         raise TypeError(f"devices must be a list of devices, not {devices!r}")
     if not devices:
@@ -107,7 +100,7 @@ class Ledger:
     def __init__(self):
         self.bytes: Counter = Counter()
         self.messages: Counter = Counter()
-        self._lock = threading.Lock()  # a worker thread a device may write at the same time
+        self._lock = threading.Lock()  # one thread per device may write at the same time
 
     def record(self, src, dst, nbytes: int) -> None:
         """Count one message of ``nbytes`` bytes from position ``src`` to position ``dst``."""

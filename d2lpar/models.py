@@ -2,10 +2,10 @@
 
 Each is an ``nn.Sequential`` that takes one tensor and returns the logits. ``Copy`` and ``Sum`` do
 nothing: they mark where a split inside layers would send something (``tensor_parallel``'s
-``copy_to_group`` and ``reduce_from_group``). Notebooks 06 and 07 use this file. Sources: the ResNet
-is He et al., "Deep Residual Learning for Image Recognition" (2016), with the stem for small images
-of Dive into Deep Learning; the transformer is like GPT-2 (Radford et al., 2019), without dropout
-and with a head of its own.
+``copy_to_group`` and ``reduce_from_group``). Notebooks 06, 07 and 09 use this file. Sources: the
+ResNet is He et al., "Deep Residual Learning for Image Recognition" (2016), with the stem for small
+images of Dive into Deep Learning; the transformer is like GPT-2 (Radford et al., 2019), without
+dropout and with a head of its own.
 """
 
 import torch
