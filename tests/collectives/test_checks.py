@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from d2lpar import all_gather, allreduce, broadcast, naive_allreduce, reduce_scatter, ring_allreduce
-from d2lpar.collectives.checks import is_folded
+
 
 
 def leaf():
