@@ -44,7 +44,7 @@ class Cost:
     seconds: float
 
 
-def check_numbers(schedule, k, nbytes, alpha=1e-5, beta=1e-10, itemsize=4) -> None:
+def check_numbers(schedule, k, nbytes, alpha=1e-5, beta=1e-10, itemsize=4):
     """Refuse numbers that no tensor and no network have."""
     if k < 1 or itemsize < 1:
         raise ValueError(f"k and itemsize must be positive, not {k} and {itemsize}")

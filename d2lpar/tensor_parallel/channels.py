@@ -3,8 +3,8 @@
 Each device has some of the output channels of every layer. Where a layer *exchanges*, it takes all
 channels of the layer before, most of which come from other devices; where it does not, only those
 of its own device: nothing is sent, and the network is another one, with fewer weights. Notebook 07
-builds this file. Source: Krizhevsky, Sutskever and Hinton, "ImageNet Classification with Deep
-Convolutional Neural Networks" (2012), section 3.2 and figure 2.
+uses this file and builds ``split_lenet``. Source: Krizhevsky, Sutskever and Hinton, "ImageNet
+Classification with Deep Convolutional Neural Networks" (2012), section 3.2 and figure 2.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,22 @@ import torch
 from torch.nn import functional as F
 
 from ..devices import to_device
+from ..guards import checked
 from ..network import channels_last
 
 LAYERS = ("conv1", "conv2", "linear1", "linear2")
 EXCHANGES = LAYERS[1:]  # those that can; the first layer takes the image
 
 
+def check_split(params, devices, exchange=EXCHANGES):
+    """Refuse layers that cannot exchange, and more devices than outputs."""
+    if isinstance(exchange, str) or not set(exchange) <= set(EXCHANGES):
+        raise ValueError(f"exchange is {exchange!r}, but may name {', '.join(EXCHANGES)}")
+    if not 1 <= len(devices) <= 10:
+        raise ValueError(f"{len(devices)} devices for channels that can be cut for 1 to 10")
+
+
+@checked(check_split)
 def split_channels(
     params: list[torch.Tensor],
     devices: Sequence[torch.device],
@@ -31,12 +41,8 @@ def split_channels(
     Args:
         params: see ``init_params``.
         devices: at most 10, since ``linear2`` has 10 outputs.
-        exchange: the layers that take all channels.
-
-    Raises:
-        ValueError: ``exchange`` names a layer that cannot, or there are too many devices, or none.
+        exchange: the layers that take all channels; the first one takes the image.
     """
-    _check(devices, exchange)
     k = len(devices)
     device_params = []
     for d, device in enumerate(devices):
@@ -73,13 +79,9 @@ def split_lenet(
 ) -> torch.Tensor:
     """Return the logits, of shape (n, 10), on ``devices[0]``; gradients flow back.
 
-    Args:
-        X: images of shape (n, 1, 28, 28), which every device gets.
-        device_params: see ``split_channels``, called with the same devices and ``exchange``.
-        devices: one for each list of parameters.
-        exchange: the layers that take all channels.
+    Every device gets the images, of shape (n, 1, 28, 28). ``device_params`` are those of
+    ``split_channels`` for the same ``devices`` and ``exchange``.
     """
-    _check(devices, exchange)
     parts = [to_device(X, device, "host", d) for d, device in enumerate(devices)]
     for i, layer in enumerate(LAYERS):
         if layer in exchange:
@@ -108,11 +110,3 @@ def joined(parts: list[torch.Tensor], devices: Sequence[torch.device], d: int) -
     """Join the channels of all devices on device ``d``."""
     there = [to_device(part, devices[d], src, d) for src, part in enumerate(parts)]
     return torch.cat(there, dim=1)
-
-
-def _check(devices: Sequence[torch.device], exchange: Sequence[str]) -> None:
-    unknown = [layer for layer in exchange if layer not in EXCHANGES]
-    if unknown or isinstance(exchange, str):
-        raise ValueError(f"exchange is {exchange!r}, but may name {', '.join(EXCHANGES)}")
-    if not 1 <= len(devices) <= 10:
-        raise ValueError(f"{len(devices)} devices for channels that can be cut for 1 to 10")
