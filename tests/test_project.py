@@ -33,7 +33,7 @@ HOUSE = (
     ("ranks", "worker launcher grid"),
     ("data_parallel", "scattering replicas loss chunks sampler batch_norm"),
     ("data_parallel", "buckets reducer state_sharing ddp_arguments ddp"),
-    ("mixed_precision", "casting grad_scaler opt_levels predivision"),
+    ("mixed_precision", "casting grad_scaler opt_levels"),
     ("pipeline", "schedules stages partition local distributed"),
     ("tensor_parallel", "layers vocabulary channels"),
     ("study", "memory iteration splits methods"),

@@ -44,31 +44,20 @@ def split_channels(
         exchange: the layers that take all channels; the first one takes the image.
     """
     k = len(devices)
-    device_params = []
-    for d, device in enumerate(devices):
-        own = []
-        for i, layer in enumerate(LAYERS):
-            W, b = params[2 * i : 2 * i + 2]
-            out_dim = 0 if layer.startswith("conv") else 1  # a linear layer's weight is (in, out)
-            W = W.tensor_split(k, out_dim)[d]
-            if i > 0 and layer not in exchange:
-                W = own_inputs(W, 1 - out_dim, params[2 * i - 1].numel(), d, k)
-            W = channels_last(W) if layer.startswith("conv") else W
-            own += [W, b.tensor_split(k)[d]]
-        device_params.append(
-            [param.detach().to(device, copy=True).requires_grad_() for param in own]
-        )
+    device_params = [[] for _ in devices]
+    for i, layer in enumerate(LAYERS):
+        W, b = params[2 * i : 2 * i + 2]
+        is_conv = layer.startswith("conv")
+        outputs, inputs = (0, 1) if is_conv else (1, 0)  # dimensions of the weight
+        for d, device in enumerate(devices):
+            own_W, own_b = W.tensor_split(k, outputs)[d], b.tensor_split(k)[d]
+            if i > 0 and layer not in exchange:  # a channel is several inputs of a linear layer
+                channels = own_W.unflatten(inputs, (params[2 * i - 1].numel(), -1))
+                own_W = channels.tensor_split(k, inputs)[d].flatten(inputs, inputs + 1)
+            own_W = channels_last(own_W) if is_conv else own_W
+            for param in (own_W, own_b):
+                device_params[d].append(param.detach().to(device, copy=True).requires_grad_())
     return device_params
-
-
-def own_inputs(W: torch.Tensor, dim: int, num_channels: int, d: int, k: int) -> torch.Tensor:
-    """Return the part of ``W`` along ``dim`` that takes the input channels of device ``d`` of k.
-
-    A channel is several inputs of a linear layer.
-    """
-    each = W.shape[dim] // num_channels
-    channels = torch.arange(num_channels).tensor_split(k)[d]
-    return W.narrow(dim, int(channels[0]) * each, len(channels) * each)
 
 
 def split_lenet(
