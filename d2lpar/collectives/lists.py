@@ -114,7 +114,8 @@ def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         part_of(flats[r], r, bounds).copy_(shard.reshape(-1))
     k = len(shards)
     run_schedule(ring(k)[k - 1 :], flats, bounds)
-    return [flat.reshape(-1, *shards[0].shape[1:]) for flat in flats]
+    num_rows = sum(map(len, shards))
+    return [flat.reshape(num_rows, *shards[0].shape[1:]) for flat in flats]
 
 
 def broadcast(data: Sequence[torch.Tensor], src: int = 0) -> None:
