@@ -2,11 +2,10 @@
 
 A schedule is data: the steps, and in each step who sends which chunk to whom. Read ``schedules``
 first, then ``lists``, which runs a schedule on tensors, and ``cost``, which follows it with a
-clock. ``checks`` says which tensors a collective refuses.
+clock.
 """
 
-from .checks import check_tensor, check_tensors
-from .cost import Cost, closed_form, link_bytes, walk
+from .cost import Cost, closed_form, walk
 from .lists import all_gather, allreduce, broadcast, naive_allreduce, reduce_scatter, ring_allreduce
 from .schedules import (
     Move,

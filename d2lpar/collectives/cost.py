@@ -3,21 +3,21 @@
 The model is Hockney's (1994): a message of n bytes takes ``alpha + n * beta`` seconds. Within a
 step a participant sends its messages one after the other, and receives at the same time; the step
 takes as long as its busiest participant. So a hub's queue is seen, which counting steps would hide.
-The closed forms follow Thakur, Rabenseifner and Gropp (2005). Notebook 03 builds this file.
+The closed forms follow Thakur, Rabenseifner and Gropp (2005). Notebook 03 uses this file.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ..guards import checked
 from .schedules import (
-    Move,
     Schedule,
     check_steps,
+    chunks_of,
     direct,
     halving_doubling,
     num_chunks,
-    recursive_doubling,
     ring,
     star,
     steps_of,
@@ -44,6 +44,17 @@ class Cost:
     seconds: float
 
 
+def check_numbers(schedule, k, nbytes, alpha=1e-5, beta=1e-10, itemsize=4):
+    """Refuse numbers that no tensor and no network have."""
+    if k < 1 or itemsize < 1:
+        raise ValueError(f"k and itemsize must be positive, not {k} and {itemsize}")
+    if not (nbytes >= 0 and alpha >= 0 and beta >= 0):
+        raise ValueError(f"nbytes, alpha, beta must not be negative: {nbytes}, {alpha}, {beta}")
+    if nbytes % itemsize:
+        raise ValueError(f"{nbytes} bytes are no whole number of elements of {itemsize} bytes")
+
+
+@checked(check_numbers)
 def walk(
     schedule: Schedule,
     k: int,
@@ -58,20 +69,23 @@ def walk(
         schedule: a function k -> steps.
         k: participants.
         nbytes: bytes of the tensor that each of them holds.
-        alpha: latency, seconds a message.
-        beta: inverse bandwidth, seconds a byte. The defaults are 10 µs and 10 GB/s.
-        itemsize: bytes an element: a chunk is a whole number of elements.
+        alpha: latency, seconds per message.
+        beta: inverse bandwidth, seconds per byte. The defaults are 10 µs and 10 GB/s.
+        itemsize: bytes per element: a chunk is a whole number of elements.
 
     Raises:
-        ValueError: ``k`` or ``itemsize`` is not positive, another number is negative, ``nbytes`` is
-            no multiple of ``itemsize``, or see ``schedules.check_steps``.
+        ValueError: a number is negative, or see ``schedules.check_steps``.
     """
-    _check(k, nbytes, alpha, beta, itemsize)
     steps = steps_of(schedule, k)
     check_steps(steps, k)
+    n = num_chunks(steps)
+    ends = [0, *accumulate(_chunk_sizes(nbytes, n, itemsize))]
     sent, received, seconds = [0] * k, [0] * k, 0.0
     links = defaultdict(int)
-    for messages in _messages(steps, nbytes, itemsize):
+    for step in steps:
+        chunks = [chunks_of(m, n) for m in step]
+        sizes = [ends[own.stop] - ends[own.start] for own in chunks]
+        messages = [(m.src, m.dst, size) for m, size in zip(step, sizes, strict=True)]
         for src, dst, size in messages:
             sent[src] += size
             received[dst] += size
@@ -90,23 +104,13 @@ def step_seconds(messages: list[tuple[int, int, int]], alpha: float, beta: float
     return max([*sending.values(), *receiving.values()], default=0.0)
 
 
-def link_bytes(
-    schedule: Schedule, k: int, nbytes: int, itemsize: int = 4
-) -> dict[tuple[int, int], int]:
-    """Return the bytes that ``schedule`` sends over each link (source, destination) it uses.
-
-    Takes and raises what ``walk`` does.
-    """
-    _check(k, nbytes, 0, 0, itemsize)
-    steps = steps_of(schedule, k)
-    check_steps(steps, k)
-    links = defaultdict(int)
-    for messages in _messages(steps, nbytes, itemsize):
-        for src, dst, size in messages:
-            links[src, dst] += size
-    return dict(links)
+def _chunk_sizes(nbytes: int, num_chunks: int, itemsize: int) -> list[int]:
+    """Return the bytes of each chunk, cut as by ``tensor_split``: the first are the larger ones."""
+    each, remainder = divmod(nbytes // itemsize, num_chunks)
+    return [(each + (i < remainder)) * itemsize for i in range(num_chunks)]
 
 
+@checked(check_numbers)
 def closed_form(
     schedule: Schedule,
     k: int,
@@ -117,26 +121,18 @@ def closed_form(
 ) -> Cost:
     """Return what ``walk`` returns, from a formula: for 100,000 participants as soon as for 4.
 
-    Takes and raises what ``walk`` does; there is a formula for star, ring, tree, direct,
-    halving_doubling and recursive_doubling, and a ValueError for any other schedule.
+    Arguments are those of ``walk``; there is a formula for star, ring, tree, direct and
+    halving_doubling, and a ValueError for any other schedule.
     """
-    _check(k, nbytes, alpha, beta, itemsize)
-    formulas = {
-        star: _star,
-        ring: _ring,
-        tree: _tree,
-        direct: _direct,
-        halving_doubling: _halving_doubling,
-        recursive_doubling: _recursive_doubling,
-    }
-    if schedule not in formulas:
-        name = getattr(schedule, "__name__", repr(schedule))
-        if name in [known.__name__ for known in formulas]:
-            raise ValueError(f"this {name} is not collectives.{name}, which has a closed form")
-        raise ValueError(f"there is no closed form for {name}: use walk, up to about 1,000")
+    if schedule not in FORMULAS:
+        name = f"{schedule.__module__}.{schedule.__qualname__}"
+        raise ValueError(
+            f"there is no closed form for {name}, only for collectives.star and the like: use "
+            "walk, up to about 1,000 participants"
+        )
     if k == 1:
         return Cost(0, (0,), (0,), 0, 0.0)
-    return formulas[schedule](k, nbytes, alpha, beta, itemsize)
+    return FORMULAS[schedule](k, nbytes, alpha, beta, itemsize)
 
 
 def _star(k: int, n: int, alpha: float, beta: float, itemsize: int) -> Cost:
@@ -186,39 +182,10 @@ def _halving_doubling(k: int, n: int, alpha: float, beta: float, itemsize: int) 
     return Cost(steps, tuple(amounts), tuple(amounts), n, seconds)
 
 
-def _recursive_doubling(k: int, n: int, alpha: float, beta: float, itemsize: int) -> Cost:
-    rounds = k.bit_length() - 1  # floor(log2 k)
-    p = 1 << rounds
-    steps = rounds + 2 * (k > p)  # and in each step the busiest participant sends one tensor
-    amounts = [(rounds + (r + p < k)) * n for r in range(p)] + [n] * (k - p)
-    return Cost(steps, tuple(amounts), tuple(amounts), n, steps * (alpha + n * beta))
-
-
-def _messages(steps: list[list[Move]], nbytes: int, itemsize: int):
-    """Yield, for each step, its messages as (source, destination, bytes)."""
-    sizes = _chunk_sizes(nbytes, num_chunks(steps), itemsize)
-    ends = [0, *accumulate(sizes)]
-    for step in steps:
-        yield [(src, dst, _size(chunk, ends)) for src, dst, chunk, _ in step]
-
-
-def _size(chunk: int | range | None, ends: list[int]) -> int:
-    if chunk is None:
-        return ends[-1]
-    first, last = (chunk[0], chunk[-1]) if isinstance(chunk, range) else (chunk, chunk)
-    return ends[last + 1] - ends[first]
-
-
-def _chunk_sizes(nbytes: int, num_chunks: int, itemsize: int) -> list[int]:
-    """Return the bytes of each chunk, cut as by ``tensor_split``: the first are the larger ones."""
-    each, remainder = divmod(nbytes // itemsize, num_chunks)
-    return [(each + (i < remainder)) * itemsize for i in range(num_chunks)]
-
-
-def _check(k: int, nbytes: int, alpha: float, beta: float, itemsize: int) -> None:
-    if k < 1 or itemsize < 1:
-        raise ValueError(f"k and itemsize must be positive, not {k} and {itemsize}")
-    if not (nbytes >= 0 and alpha >= 0 and beta >= 0):
-        raise ValueError(f"nbytes, alpha, beta must not be negative: {nbytes}, {alpha}, {beta}")
-    if nbytes % itemsize:
-        raise ValueError(f"{nbytes} bytes are no whole number of elements of {itemsize} bytes")
+FORMULAS = {
+    star: _star,
+    ring: _ring,
+    tree: _tree,
+    direct: _direct,
+    halving_doubling: _halving_doubling,
+}

@@ -3,18 +3,17 @@
 Everything here happens in one process, in place, the way the book writes ``allreduce(data)``. The
 schedule says who sends what to whom; ``run_schedule`` does just that, step by step. Messages
 between positions that share a memory need no copy: the receiver reads the sender's tensor, unless
-the same step writes to it.
-Notebooks 02 and 03 build this file.
+the same step writes to it. Notebooks 02 and 03 use this file, and 03 builds ``run_schedule``.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
 from ..devices import to_device
-from .checks import check_alike, check_memory, check_tensors
+from ..guards import checked
 from .schedules import (
     Schedule,
     checked_steps,
@@ -25,25 +24,28 @@ from .schedules import (
     tree_broadcast,
 )
 
-OPS = ("sum", "mean", "max", "min", "product")
+OPS = {
+    "sum": torch.add,
+    "mean": torch.add,  # and in the end it is divided
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
 
 
-def naive_allreduce(data: Sequence[torch.Tensor]) -> None:
-    """Sum in place, the book's way: add all to ``data[0]``, then copy ``data[0]`` to all.
-
-    ``data`` holds one tensor per device, all of one shape and dtype. See ``allreduce``.
-    """
-    allreduce(data, star)
-
-
-def ring_allreduce(data: Sequence[torch.Tensor]) -> None:
-    """Sum in place, one chunk at a time around a ring: no position sends more than its share.
-
-    ``data`` holds one tensor per device, all of one shape and dtype. See ``allreduce``.
-    """
-    allreduce(data, ring)
+def check_allreduce(
+    data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str = "sum"
+) -> None:
+    """Refuse what would give a wrong result or lose a tensor, naming positions and both values."""
+    check_tensors(data)
+    check_alike([tuple(tensor.shape) for tensor in data], "shape")
+    check_op(op, data[0].dtype)
+    check_memory(data)
+    if not callable(schedule):
+        raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
 
 
+@checked(check_allreduce)
 def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str = "sum") -> None:
     """Reduce in place: afterwards every tensor of ``data`` holds the reduction of all of them.
 
@@ -62,15 +64,22 @@ def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str =
             defined for the dtype (the mean of integers); or see ``schedules.check_steps``.
         TypeError: ``data`` is no list of tensors, or ``schedule`` no function.
     """
-    _check(data, op)
-    if not callable(schedule):
-        raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
     steps = checked_steps(schedule, len(data))
     flats = [flatten(tensor, widen=True) for tensor in data]
     bounds = bounds_of(flats[0].tensor_split(num_chunks(steps)))
     run_schedule(steps, flats, bounds, op)
     divide(flats, op, len(data))
     put_back(data, flats)
+
+
+def naive_allreduce(data: Sequence[torch.Tensor]) -> None:
+    """Sum in place, the book's way: add all to ``data[0]``, then copy ``data[0]`` to all."""
+    allreduce(data, star)
+
+
+def ring_allreduce(data: Sequence[torch.Tensor]) -> None:
+    """Sum in place, one chunk at a time around a ring: no position sends more than its share."""
+    allreduce(data, ring)
 
 
 def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
@@ -80,7 +89,7 @@ def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.
     dimension 0, now reduced; the other rows of ``data[r]`` are left with partial results. A tensor
     without a dimension counts as one row. Raises what ``allreduce`` raises.
     """
-    _check(data, op)
+    check_allreduce(data, op=op)
     k = len(data)
     flats = [flatten(tensor, widen=True) for tensor in data]
     bounds = bounds_of(torch.atleast_1d(data[0]).tensor_split(k))
@@ -105,7 +114,7 @@ def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         part_of(flats[r], r, bounds).copy_(shard.reshape(-1))
     k = len(shards)
     run_schedule(ring(k)[k - 1 :], flats, bounds)
-    num_rows = sum(len(shard) for shard in shards)
+    num_rows = sum(map(len, shards))
     return [flat.reshape(num_rows, *shards[0].shape[1:]) for flat in flats]
 
 
@@ -114,8 +123,8 @@ def broadcast(data: Sequence[torch.Tensor], src: int = 0) -> None:
 
     Raises what ``allreduce`` raises, and ValueError for a ``src`` that is no position.
     """
-    _check(data)
-    if not isinstance(src, int) or not 0 <= src < len(data):
+    check_allreduce(data)
+    if src not in range(len(data)):
         raise ValueError(f"src is {src!r}, but the positions are 0 to {len(data) - 1}")
     flats = [flatten(tensor, widen=False) for tensor in data]
     run_schedule(tree_broadcast(len(data), src), flats)
@@ -130,7 +139,7 @@ def run_schedule(
     part = cache(lambda r, chunk: part_of(flats[r], chunk, bounds))  # each view is made once
     n = num_chunks(steps)
     for step in steps:
-        messages, overlaps = [], sent_and_written(step, n)
+        messages, overlaps = [], sent_and_written(tuple(step), n)
         for m in step:  # take all messages before writing any
             message = to_device(part(m.src, m.chunk), flats[m.dst].device, m.src, m.dst)
             messages.append(message.clone() if overlaps else message)
@@ -147,13 +156,7 @@ def reducer(op: str, message_first: bool = False) -> Callable[[torch.Tensor, tor
     The first operand is the lower participant's tensor, so that two that exchange a chunk compute
     the same bits. The order shows only in the sign of a zero (max, min) or of NaN.
     """
-    function = {
-        "sum": torch.add,
-        "mean": torch.add,  # and in the end divide
-        "product": torch.mul,
-        "max": torch.maximum,
-        "min": torch.minimum,
-    }[op]
+    function = OPS[op]
     if message_first:
         return lambda mine, message: function(message, mine, out=mine)
     return lambda mine, message: function(mine, message, out=mine)
@@ -200,14 +203,66 @@ def put_back(data: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Non
             tensor.copy_(flat.reshape(tensor.shape))
 
 
-def _check(data: Sequence[torch.Tensor], op: str = "sum") -> None:
-    """Refuse what would give a wrong result or lose a tensor, naming positions and both values."""
-    check_tensors(data)
-    check_alike([tuple(tensor.shape) for tensor in data], "shape")
-    check_op(op, data[0].dtype)
-    check_memory(data)
+# What a collective refuses, here and between ranks.
 
 
+def check_tensors(data: Sequence[torch.Tensor]) -> None:
+    """Refuse what is no list of dense tensors of one dtype, one per device."""
+    if not isinstance(data, (list, tuple)):
+        kind = type(data).__name__
+        raise TypeError(f"data must be a list of tensors, one per device, not {kind}")
+    if not data:
+        raise ValueError("data is empty: it must hold one tensor per device")
+    for i, tensor in enumerate(data):
+        check_tensor(tensor, f"data[{i}]")
+    check_alike([tensor.dtype for tensor in data], "dtype")
+
+
+def check_tensor(tensor: torch.Tensor, name: str) -> None:
+    """Refuse, by its ``name``, what cannot be sent, and what wants a gradient."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} is sparse ({tensor.layout}): pass its .to_dense()")
+    if tensor.is_meta:
+        raise ValueError(f"{name} is a meta tensor, which has no elements to send")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires gradients, which a collective does not record: pass its "
+            ".grad or its .detach(), or call inside torch.no_grad()"
+        )
+
+
+def check_alike(values: Sequence, what: str) -> None:
+    """Refuse values, of ``what`` each of a list of tensors has, that differ."""
+    for i, value in enumerate(values):
+        if value != values[0]:
+            raise ValueError(f"data[0] has {what} {values[0]}, but data[{i}] has {what} {value}")
+
+
+def check_memory(data: Sequence[torch.Tensor]) -> None:
+    """Refuse an expanded tensor, and two of which one begins within the other.
+
+    Of tensors that are not contiguous only those that begin at one place are seen: columns of a
+    matrix lie between each other, but share nothing.
+    """
+    for i, tensor in enumerate(data):
+        if is_expanded(tensor):
+            raise ValueError(f"data[{i}] is an expanded view, as of .expand(): pass its .clone()")
+    places = sorted((tensor.data_ptr(), i) for i, tensor in enumerate(data) if tensor.numel())
+    for (begin, i), (next_begin, j) in pairwise(places):
+        if next_begin < begin + (data[i].nbytes if data[i].is_contiguous() else 1):
+            i, j = sorted((i, j))
+            raise ValueError(f"data[{i}] and data[{j}] share memory: pass a copy for each device")
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has one place of memory for several elements."""
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    return not tensor.is_contiguous() and any(stride == 0 and n > 1 for stride, n in strides)
+
+
+@cache
 def check_op(op: str, dtype: torch.dtype) -> None:
     """Raise ValueError unless ``op`` is known and defined for ``dtype``."""
     if op not in OPS:
@@ -216,15 +271,8 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise ValueError(f"the mean of {dtype} is no {dtype}: take the sum, or convert to float")
     if op in ("max", "min") and dtype.is_complex:
         raise ValueError(f"{op} is not defined for {dtype}: complex numbers have no order")
-    if not _can_reduce(op, torch.float32 if is_low_precision(dtype) else dtype):
-        raise ValueError(f"torch has no {op} of {dtype}: convert to another dtype")
-
-
-@cache
-def _can_reduce(op: str, dtype: torch.dtype) -> bool:
-    nothing = torch.empty(0, dtype=dtype)
+    nothing = torch.empty(0, dtype=torch.float32 if is_low_precision(dtype) else dtype)
     try:
         reducer(op)(nothing, nothing)
-    except RuntimeError:  # of which NotImplementedError is a kind
-        return False
-    return True
+    except RuntimeError as error:  # of which NotImplementedError is a kind
+        raise ValueError(f"torch has no {op} of {dtype}: convert to another dtype") from error

@@ -1,10 +1,10 @@
 """Collectives as data: who sends which chunk to whom, at which step.
 
 A schedule is a function ``k -> steps`` for ``k`` participants. The steps happen one after the
-other; the moves of one step happen at the same time. The same list is run on tensors
-(``collectives``), walked with a clock (``cost``) and drawn (``plot``).
+other; the moves of one step happen at the same time. The same steps are run on tensors (``lists``),
+run by processes (``ranks``), walked with a clock (``cost``) and drawn (``plot``).
 
-Notebook 03 builds this file. Sources: the ring is Patarasu and Yuan, "Bandwidth optimal
+Notebook 03 builds the schedules. Sources: the ring is Patarasu and Yuan, "Bandwidth optimal
 all-reduce algorithms for clusters of workstations" (2009); halving and doubling is Rabenseifner,
 "Optimization of collective reduction operations" (2004); the binomial tree and recursive doubling
 are described by Thakur, Rabenseifner and Gropp, "Optimization of collective communication
@@ -12,8 +12,9 @@ operations in MPICH" (2005).
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -107,8 +108,8 @@ def halving_doubling(k: int) -> list[list[Move]]:
 def recursive_doubling(k: int) -> list[list[Move]]:
     """Partners exchange whole tensors, and both add; then pairs of partners do, and so on.
 
-    For a power of two: log2 k steps, half as many as in the tree, in each of which everyone sends
-    the whole tensor. Otherwise two more for those beyond it, as in ``halving_doubling``.
+    For a power of two: log2 k steps of whole tensors, half as many as the tree has. Otherwise two
+    more for those beyond it, as in ``halving_doubling``.
     """
     p = 1 << (k.bit_length() - 1)
     fold = [Move(r, r - p, None, True) for r in range(p, k)]
@@ -123,9 +124,9 @@ def recursive_doubling(k: int) -> list[list[Move]]:
 def tree_broadcast(k: int, src: int = 0) -> list[list[Move]]:
     """The second half of ``tree``, with the participants renumbered so that ``src`` is the root."""
     steps = tree(k)
-    down = steps[len(steps) // 2 :]
     return [
-        [Move((m.src + src) % k, (m.dst + src) % k, None, False) for m in step] for step in down
+        [Move((m.src + src) % k, (m.dst + src) % k, None, False) for m in step]
+        for step in steps[len(steps) // 2 :]
     ]
 
 
@@ -134,7 +135,7 @@ def steps_of(schedule: Schedule, k: int, *args) -> list[list[Move]]:
     return [list(step) for step in schedule(k, *args)]
 
 
-def num_chunks(steps: list[list[Move]]) -> int:
+def num_chunks(steps: Sequence[Sequence[Move]]) -> int:
     """Return into how many chunks a schedule cuts the tensor: 1 + the largest that it names."""
     named = [m.chunk for step in steps for m in step if m.chunk is not None]
     return 1 + max((c[-1] if isinstance(c, range) else c for c in named), default=0)
@@ -147,64 +148,44 @@ def chunks_of(move: Move, n: int) -> range:
     return move.chunk if isinstance(move.chunk, range) else range(move.chunk, move.chunk + 1)
 
 
-def check_steps(steps: list[list[Move]], k: int) -> None:
+def check_steps(steps: Sequence[Sequence[Move]], k: int) -> None:
     """Check that the moves of each step, between ``k`` participants, can happen at the same time.
 
     A chunk that is sent must not be written in the same step, nor one that is taken be written
-    twice: nobody could say which comes first. The exception is an exchange: two participants that
-    send each other the same chunk, to reduce it, and nothing else in this step.
+    twice: nobody could say which comes first. The exception is an exchange: two participants send
+    each other the same chunk, to reduce it, and no other message in this step.
 
     Raises:
         ValueError: naming the step, and the move or the participant and chunk.
     """
-    for step in steps:
-        for m in step:
-            _check_move(m, k)
+    for m in chain.from_iterable(steps):
+        chunks = chunks_of(m, 1)
+        if m.src == m.dst or not (0 <= m.src < k and 0 <= m.dst < k):
+            raise ValueError(f"{m} does not send a chunk between two of {k} participants")
+        if not chunks or chunks.start < 0 or chunks.step != 1:
+            raise ValueError(f"{m} names no chunk: a number from 0, a range of them, or None")
     n = num_chunks(steps)
     for number, step in enumerate(steps, start=1):
+        sent = Counter((m.src, c) for m in step for c in chunks_of(m, n))
+        written = Counter((m.dst, c) for m in step for c in chunks_of(m, n))
         taken = {(m.dst, c) for m in step if not m.reduce for c in chunks_of(m, n)}
-        written = Counter((m.dst, c) for m in step for c in chunks_of(m, n)) if taken else {}
+        exchanged = {(m.dst, c) for m in exchanges(step) for c in chunks_of(m, n)}
         for participant, chunk in taken:
             if written[participant, chunk] > 1:
                 raise ValueError(
                     f"in step {number} participant {participant} takes chunk {chunk} while another "
                     "message writes to it, too: use two steps"
                 )
-        clashes = sent_and_written(step, n)
-        if not clashes:
-            continue
-        touched = Counter((r, c) for m in step for c in chunks_of(m, n) for r in (m.src, m.dst))
-        exchanged = {(m.dst, c) for m in exchanges(step) for c in chunks_of(m, n)}
-        for participant, chunk in clashes:
-            if (participant, chunk) not in exchanged or touched[participant, chunk] > 2:
+        for place in sent.keys() & written.keys():
+            if place not in exchanged or sent[place] + written[place] > 2:
                 raise ValueError(
-                    f"in step {number} participant {participant} sends chunk {chunk} while it is "
+                    f"in step {number} participant {place[0]} sends chunk {place[1]} while it is "
                     "overwritten: all moves of a step happen at the same time. Use two steps, or "
                     "let two participants send each other the chunk, so that both reduce it."
                 )
 
 
-def _check_move(m: Move, k: int) -> None:
-    if m.src == m.dst or not (0 <= m.src < k and 0 <= m.dst < k):
-        raise ValueError(f"{m} does not send a chunk between two of {k} participants")
-    chunks = chunks_of(m, 1)
-    if not chunks or chunks.start < 0 or chunks.step != 1:
-        raise ValueError(f"{m} names no chunk: a number from 0, a range of them, or None")
-
-
-def sent_and_written(step: list[Move], n: int) -> frozenset[tuple[int, int]]:
-    """Return each (participant, chunk) that is sent and written in a step, of ``n`` chunks."""
-    return _sent_and_written(tuple(step), n)
-
-
-@lru_cache(maxsize=1024)  # the same steps come again with every tensor
-def _sent_and_written(step: tuple[Move, ...], n: int) -> frozenset[tuple[int, int]]:
-    chunks = [chunks_of(m, n) for m in step]
-    sent = {(m.src, c) for m, own in zip(step, chunks, strict=True) for c in own}
-    return frozenset(sent & {(m.dst, c) for m, own in zip(step, chunks, strict=True) for c in own})
-
-
-def exchanges(step: list[Move]) -> set[Move]:
+def exchanges(step: Sequence[Move]) -> set[Move]:
     """Return the moves by which two participants send each other one chunk, and no more."""
     moves, messages = set(step), Counter((m.src, m.dst) for m in step)
     return {
@@ -215,6 +196,11 @@ def exchanges(step: list[Move]) -> set[Move]:
     }
 
 
+# The same steps come again with every tensor. They are compared, and not the functions that make
+# them, which may return other steps tomorrow.
+_check_once = lru_cache(maxsize=128)(check_steps)
+
+
 def checked_steps(schedule: Schedule, k: int) -> list[list[Move]]:
     """Return ``schedule(k)``, checked by ``check_steps``: equal steps only once."""
     steps = steps_of(schedule, k)
@@ -222,17 +208,19 @@ def checked_steps(schedule: Schedule, k: int) -> list[list[Move]]:
     return steps
 
 
-_check_once = lru_cache(maxsize=128)(check_steps)
+@lru_cache(maxsize=1024)
+def sent_and_written(step: tuple[Move, ...], n: int) -> frozenset[tuple[int, int]]:
+    """Return each (participant, chunk) that is sent and written in a step, of ``n`` chunks."""
+    sent = {(m.src, c) for m in step for c in chunks_of(m, n)}
+    return frozenset(sent.intersection((m.dst, c) for m in step for c in chunks_of(m, n)))
 
 
-def holdings(steps: list[list[Move]], k: int) -> list[list[list[tuple[int, ...]]]]:
-    """Return what each participant holds at the start and after each step.
+def holdings(steps: Sequence[Sequence[Move]], k: int) -> list[list[list[tuple[int, ...]]]]:
+    """Return what each participant holds at the start and after each step, of checked steps.
 
     ``holdings(steps, k)[step][participant][chunk]`` is a sorted tuple of those whose contribution
-    is in that chunk; one that was added twice stands there twice. Step 0 is the start.
-
-    Raises:
-        ValueError: see ``check_steps``.
+    is in that chunk; one that was added twice stands there twice. Step 0 is the start. Raises what
+    ``check_steps`` does.
     """
     steps = [list(step) for step in steps]  # a generator would be used up by the check
     check_steps(steps, k)

@@ -2,7 +2,7 @@
 
 Products of matrices are computed in 16 bits, where processors are fast; losses, and what has a
 large range, in float32; a few functions in the widest type that they are given. All others compute
-in the type of their arguments. The lists are torch's own. Notebook 08 builds this file. Sources:
+in the type of their arguments. The lists are torch's own. Notebook 08 uses this file. Sources:
 Micikevicius et al., "Mixed Precision Training" (ICLR 2018), and ``torch.autocast``.
 """
 
@@ -10,7 +10,6 @@ import functools
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +93,7 @@ _GPU = Lists(
         grid_sample grid_sampler index_put scatter_add tensordot
     """),
 )
-LISTS = MappingProxyType({"cpu": _CPU, "cuda": _GPU})
+LISTS = {"cpu": _CPU, "cuda": _GPU}
 # Made of functions in the lists, which they call where a function mode does not see it.
 UNSEEN = _names("""
     affine_grid bilinear corrcoef cov inner linalg_matrix_power linalg_pinv linear_cross_entropy
@@ -102,8 +101,17 @@ UNSEEN = _names("""
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """)
 
-# The innermost region of each device type, in this thread.
-_REGIONS: ContextVar[MappingProxyType] = ContextVar("regions", default=MappingProxyType({}))
+# By device type: the innermost region that this thread is in, and the casts of weights it keeps.
+_REGIONS: ContextVar[dict[str, tuple["autocast", dict | None]]] = ContextVar("regions")
+
+
+def map_tensors(function: Callable, x: Any) -> Any:
+    """Return ``x`` with ``function`` of each tensor in its tuples, lists and dicts."""
+    if isinstance(x, torch.Tensor):
+        return function(x)
+    if isinstance(x, (tuple, list, dict)):
+        return rebuild(x, [map_tensors(function, part) for part in parts_of(x)])
+    return x
 
 
 class autocast(TorchFunctionMode):
@@ -152,7 +160,7 @@ class autocast(TorchFunctionMode):
         if device_type not in LISTS:
             raise ValueError(f"device_type has to be 'cpu' or 'cuda', not {device_type!r}")
         if dtype is None:
-            around = _REGIONS.get().get(device_type)
+            around, _ = _REGIONS.get({}).get(device_type, (None, None))
             usual = torch.bfloat16 if device_type == "cpu" else torch.float16
             dtype = around.dtype if around else usual
         if not isinstance(dtype, torch.dtype):
@@ -165,13 +173,12 @@ class autocast(TorchFunctionMode):
             enabled = False
         self.device_type, self.dtype, self.enabled = device_type, dtype, enabled
         self.cache_enabled, self.emulate = cache_enabled, emulate
-        self._cache: dict | None = None
-        self._before = []
+        self._before = []  # what _REGIONS was, each time this region was entered
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         """Cast the arguments as the list says that ``function`` is in, then call it."""
         kwargs = kwargs or {}
-        innermost = _REGIONS.get().get(self.device_type)
+        innermost, _ = _REGIONS.get({}).get(self.device_type, (None, None))
         if not self.enabled or self is not innermost or kwargs.get("out") is not None:
             return function(*args, **kwargs)
         lists, name = LISTS[self.device_type], getattr(function, "__name__", "")
@@ -184,59 +191,52 @@ class autocast(TorchFunctionMode):
                 "but not from torch.autocast",
                 stacklevel=2,
             )
-        widens = name in lists.widest and self._has_float32([args, kwargs])
+        widens = name in lists.widest and any(
+            self._is_cast(x) and x.dtype == torch.float32 for x in tensors_of([args, kwargs])
+        )
         if unseen or widens or name in lists.full:
-            args, kwargs = self._cast_all([args, kwargs], self._to_float32)
+            args, kwargs = map_tensors(self._to_float32, [args, kwargs])
         return function(*args, **kwargs)
 
     def _call_low(self, function, args, kwargs):
-        args, kwargs = self._cast_all([args, kwargs], self._to_low)
+        args, kwargs = map_tensors(self._to_low, [args, kwargs])
         if not self.emulate:
             return function(*args, **kwargs)
-        args, kwargs = self._cast_all([args, kwargs], self._to_float32)
-        return self._cast_all(function(*args, **kwargs), lambda x: x.to(self.dtype))
+        args, kwargs = map_tensors(self._to_float32, [args, kwargs])
+        return map_tensors(self._to_low, function(*args, **kwargs))
 
     def _to_low(self, x):
+        if not self._is_cast(x):
+            return x
+        _, cache = _REGIONS.get()[self.device_type]
         is_weight = x.is_leaf and x.requires_grad and x.dtype == torch.float32 and not x._is_view()
-        if self._cache is None or not is_weight or torch.is_inference_mode_enabled():
+        if cache is None or not is_weight or torch.is_inference_mode_enabled():
             return x.to(self.dtype)
-        key = id(x), self.dtype
-        if key not in self._cache:
+        key = x, self.dtype
+        if key not in cache:
             with torch.enable_grad():  # no_grad may end while the cast is still in use
-                self._cache[key] = x, x.to(self.dtype)  # holds x: its id is not used again
-        return self._cache[key][1]
+                cache[key] = x.to(self.dtype)
+        return cache[key]
 
     def _to_float32(self, x):
-        return x.to(torch.float32)
-
-    def _cast_all(self, x, cast):
-        if isinstance(x, torch.Tensor):
-            return cast(x) if self._is_cast(x) else x
-        if isinstance(x, (tuple, list, dict)):
-            return rebuild(x, [self._cast_all(part, cast) for part in parts_of(x)])
-        return x
+        return x.to(torch.float32) if self._is_cast(x) else x
 
     def _is_cast(self, x):
         return x.device.type == self.device_type and x.dtype in (torch.float32, *LOW_DTYPES)
 
-    def _has_float32(self, tree):
-        return any(self._is_cast(x) and x.dtype == torch.float32 for x in tensors_of(tree))
-
     def __enter__(self):
-        regions = _REGIONS.get()
-        around = regions.get(self.device_type)
-        self._before.append((regions, self._cache))
-        self._cache = around._cache if around else {}
+        regions = _REGIONS.get({})
+        _, cache = regions.get(self.device_type, (None, {}))
         if self.cache_enabled is False:
-            self._cache = None
-        elif self.cache_enabled and self._cache is None:
-            self._cache = {}
-        _REGIONS.set(MappingProxyType({**regions, self.device_type: self}))
+            cache = None
+        elif self.cache_enabled and cache is None:
+            cache = {}
+        self._before.append(regions)
+        _REGIONS.set({**regions, self.device_type: (self, cache)})
         return super().__enter__()
 
     def __exit__(self, *error):
-        regions, self._cache = self._before.pop()
-        _REGIONS.set(regions)
+        _REGIONS.set(self._before.pop())
         return super().__exit__(*error)
 
     def for_thread(self) -> "autocast":

@@ -3,12 +3,12 @@
 A level is a row of a table: which casts there are, what stays in float32, how the loss is scaled.
 O1 is what became ``torch.autocast``. O2 keeps the parameters in 16 bits and trains a float32 copy
 of them, the master weights: 16 bits are too few to add a small step to a large weight. Notebook 08
-builds this file. Source: apex.amp, which NVIDIA deleted in May 2025; Micikevicius et al., "Mixed
+uses this file. Source: apex.amp, which NVIDIA deleted in May 2025; Micikevicius et al., "Mixed
 Precision Training" (ICLR 2018).
 """
 
 import math
-from types import MappingProxyType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from ..data_parallel.ddp import DistributedDataParallel
 from ..data_parallel.replicas import DataParallel, DataParallelModel
-from ..data_parallel.scattering import parts_of, rebuild, tensors_of
-from .casting import LOW_DTYPES, autocast
+from ..data_parallel.scattering import tensors_of
+from ..guards import checked
+from .casting import LOW_DTYPES, autocast, map_tensors
 from .grad_scaler import GradScaler
 
 
@@ -40,16 +41,57 @@ WRAPPERS = (
     nn.DataParallel,
     nn.parallel.DistributedDataParallel,
 )
-LEVELS = MappingProxyType(
-    {
-        "O0": Level(torch.float32, False, None, False, 1.0),
-        "O1": Level(None, True, None, None, "dynamic"),
-        "O2": Level(torch.float16, False, True, True, "dynamic"),
-        "O3": Level(torch.float16, False, False, False, 1.0),
-    }
-)
+LEVELS = {
+    "O0": Level(torch.float32, False, None, False, 1.0),
+    "O1": Level(None, True, None, None, "dynamic"),
+    "O2": Level(torch.float16, False, True, True, "dynamic"),
+    "O3": Level(torch.float16, False, False, False, 1.0),
+}
 
 
+def check_initialize(
+    model,
+    optimizer,
+    opt_level="O1",
+    loss_scale=None,
+    keep_batchnorm_fp32=None,
+    *,
+    dtype=torch.float16,
+    emulate=False,
+):
+    """Refuse what no level is, and a model or an optimiser for which it is too late."""
+    if opt_level not in LEVELS:
+        raise ValueError(f"opt_level has to be one of {', '.join(LEVELS)}, not {opt_level!r}")
+    if dtype not in LOW_DTYPES:
+        raise ValueError(f"dtype has to be torch.float16 or torch.bfloat16, not {dtype}")
+    if keep_batchnorm_fp32 not in (None, True, False):
+        raise ValueError(f"keep_batchnorm_fp32 has to be a bool, not {keep_batchnorm_fp32!r}")
+    if keep_batchnorm_fp32 is not None and opt_level in ("O0", "O1"):
+        raise ValueError(f"keep_batchnorm_fp32 is for O2 and O3: {opt_level} casts no parameter")
+    is_number = isinstance(loss_scale, (int, float)) and 0 < loss_scale < math.inf
+    if loss_scale not in (None, "dynamic") and not is_number:
+        raise ValueError(f"loss_scale has to be 'dynamic' or positive, not {loss_scale!r}")
+    if opt_level == "O3" and loss_scale not in (None, 1):
+        raise ValueError(
+            f"loss_scale {loss_scale} in O3: its 16-bit gradients would be rounded to zero "
+            "again when they are unscaled. O2 unscales in float32."
+        )
+    if isinstance(model, WRAPPERS):
+        raise TypeError(
+            f"the model is a {type(model).__name__}: initialize model.module, then wrap it"
+        )
+    if "forward" in vars(model):
+        raise ValueError("the model's forward was replaced already, perhaps by initialize")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer has to be one of torch.optim's, not {type(optimizer).__name__}")
+    if opt_level == "O3" and optimizer.state:
+        raise RuntimeError("the optimiser has state of float32 parameters, which O3 casts")
+    for name, param in model.named_parameters():
+        if param.dtype != torch.float32:
+            raise TypeError(f"{name} is {param.dtype}: initialize casts a float32 model itself")
+
+
+@checked(check_initialize)
 def initialize(
     model: nn.Module,
     optimizer: Optimizer,
@@ -89,103 +131,41 @@ def initialize(
             float32, or ``optimizer`` is none.
         RuntimeError: in O3, the optimiser has made a step.
     """
-    level = _chosen(opt_level, loss_scale, keep_batchnorm_fp32, dtype)
+    level = LEVELS[opt_level]
     casts_model = level.cast_model_type in LOW_DTYPES
-    _check(model, optimizer, casts_model and not level.master_weights)
     if casts_model:
-        cast_model(model, dtype, level.keep_batchnorm_fp32)
+        keep = keep_batchnorm_fp32
+        cast_model(model, dtype, level.keep_batchnorm_fp32 if keep is None else keep)
     if level.master_weights:
         optimizer = MasterWeights(optimizer)
     if level.patch_torch_functions or casts_model:
-        enabled, inputs = level.patch_torch_functions or emulate, dtype if casts_model else None
-        model._casting = _Casting(dtype, enabled, emulate, inputs)
+        region = {"dtype": dtype, "enabled": emulate or not casts_model, "emulate": emulate}
+        model._casting = casts_model, region
         model.forward = MethodType(_cast_forward, model)  # bound: our replicas get their own
-    return model, optimizer, _scaler(level.loss_scale)
-
-
-class _Casting(NamedTuple):
-    """How an initialised model's forward casts."""
-
-    dtype: torch.dtype
-    enabled: bool
-    emulate: bool
-    inputs: torch.dtype | None  # what inputs of 16 and 32 bits are cast to
+    if loss_scale is None:
+        loss_scale = 1.0 if dtype == torch.bfloat16 else level.loss_scale
+    if loss_scale == "dynamic":
+        return model, optimizer, GradScaler()
+    static = {"init_scale": loss_scale, "growth_factor": 1.0, "backoff_factor": 1.0}
+    return model, optimizer, GradScaler(**static, enabled=loss_scale != 1)
 
 
 def _cast_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of the module's class in a region; return its outputs in float32."""
-    dtype, enabled, emulate, inputs = self._casting
-    if inputs:
-        args, kwargs = _cast((args, kwargs), inputs)
+    casts_inputs, region = self._casting
+    if casts_inputs:
+        args, kwargs = _cast((args, kwargs), region["dtype"])
     tensors = [*tensors_of((args, kwargs)), *self.parameters()]
     device = tensors[0].device.type if tensors else "cpu"  # the model may have moved
-    with autocast(device, dtype, enabled, emulate=emulate):
+    with autocast(device, **region):
         outputs = type(self).forward(self, *args, **kwargs)
     return _cast(outputs, torch.float32)
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    if isinstance(x, torch.Tensor):
-        return x.to(dtype) if x.dtype in (torch.float32, *LOW_DTYPES) else x
-    if isinstance(x, (tuple, list, dict)):
-        return rebuild(x, [_cast(part, dtype) for part in parts_of(x)])
-    return x
-
-
-def _chosen(opt_level, loss_scale, keep_batchnorm_fp32, dtype) -> Level:
-    """Return the level with what was given in place of its own."""
-    if opt_level not in LEVELS:
-        raise ValueError(f"opt_level has to be one of {', '.join(LEVELS)}, not {opt_level!r}")
-    if dtype not in LOW_DTYPES:
-        raise ValueError(f"dtype has to be torch.float16 or torch.bfloat16, not {dtype}")
-    level = LEVELS[opt_level]
-    if level.cast_model_type in LOW_DTYPES:
-        level = level._replace(cast_model_type=dtype)
-    if keep_batchnorm_fp32 not in (None, True, False):
-        raise ValueError(f"keep_batchnorm_fp32 has to be a bool, not {keep_batchnorm_fp32!r}")
-    if keep_batchnorm_fp32 is not None:
-        if level.cast_model_type not in LOW_DTYPES:
-            raise ValueError(
-                f"keep_batchnorm_fp32 is for O2 and O3: {opt_level} casts no parameter"
-            )
-        level = level._replace(keep_batchnorm_fp32=keep_batchnorm_fp32)
-    if loss_scale is None and dtype == torch.bfloat16:
-        loss_scale = 1.0
-    if loss_scale is not None:
-        is_number = isinstance(loss_scale, (int, float)) and 0 < loss_scale < math.inf
-        if loss_scale != "dynamic" and not is_number:
-            raise ValueError(f"loss_scale has to be 'dynamic' or positive, not {loss_scale!r}")
-        level = level._replace(loss_scale=loss_scale)
-    if opt_level == "O3" and level.loss_scale != 1:
-        raise ValueError(
-            f"loss_scale {level.loss_scale} in O3: its 16-bit gradients would be rounded to zero "
-            "again when they are unscaled. O2 unscales in float32."
-        )
-    return level
-
-
-def _check(model: nn.Module, optimizer: Optimizer, casts_without_masters: bool) -> None:
-    if isinstance(model, WRAPPERS):
-        raise TypeError(
-            f"the model is a {type(model).__name__}: initialize model.module, then wrap it"
-        )
-    if "forward" in vars(model):
-        raise ValueError("the model's forward was replaced already, perhaps by initialize")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer has to be one of torch.optim's, not {type(optimizer).__name__}")
-    if casts_without_masters and optimizer.state:
-        raise RuntimeError("the optimiser has state of float32 parameters, which O3 casts")
-    for name, param in model.named_parameters():
-        if param.dtype != torch.float32:
-            raise TypeError(f"{name} is {param.dtype}: initialize casts a float32 model itself")
-
-
-def _scaler(loss_scale: float | str) -> GradScaler:
-    if loss_scale == "dynamic":
-        return GradScaler()
-    if loss_scale == 1:
-        return GradScaler(enabled=False)
-    return GradScaler(init_scale=loss_scale, growth_factor=1.0, backoff_factor=1.0)
+    """Cast tensors of 16 and 32 bits, in any structure of tuples, lists and dicts."""
+    floats = torch.float32, *LOW_DTYPES
+    return map_tensors(lambda t: t.to(dtype) if t.dtype in floats else t, x)
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool = True) -> None:
@@ -219,7 +199,7 @@ class MasterWeights(Optimizer):
     def __init__(self, optimizer: Optimizer):
         self.optimizer = optimizer
         self.masters: dict[torch.Tensor, nn.Parameter] = {}  # by 16-bit parameter
-        self._taken: dict[torch.Tensor, tuple] = {}  # which gradients the masters have
+        self._has_gradients = False  # taken from the parameters since the last step
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
 
@@ -240,34 +220,25 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Give the masters the parameters' gradients, in float32. ``step`` does it where needed."""
+        """Give the masters the parameters' gradients, in float32; else ``step`` does it."""
         for param, master in self.masters.items():
             if not torch.equal(param, master.to(param.dtype)):  # written since the last step
                 master.copy_(param)
             master.grad = None if param.grad is None else param.grad.float()
-        self._taken = self._gradients()
-
-    def _gradients(self) -> dict[torch.Tensor, tuple]:
-        """Return what tells each parameter's gradient from another one, or from a later state.
-
-        The gradient itself is only held: its id must not be used again.
-        """
-        grads = {param: param.grad for param in self.masters}
-        return {p: (id(g), g if g is None else g._version, g) for p, g in grads.items()}
+        self._has_gradients = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> Any:
         """Step on the masters, and round them into the parameters; takes no closure."""
         if closure is not None:
             raise TypeError("step takes no closure: the masters would not get its gradients")
-        found = self._gradients()
-        if any(self._taken.get(param, ())[:2] != found[param][:2] for param in found):
-            self.take_gradients()  # not taken yet, or others have come since
+        if not self._has_gradients:
+            self.take_gradients()
         result = self.optimizer.step()
         for param, master in self.masters.items():
             param.copy_(master)
             master.grad = None  # between steps there are 16 bytes per parameter with Adam, not 20
-        self._taken = {}
+        self._has_gradients = False
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -278,7 +249,7 @@ class MasterWeights(Optimizer):
                 param.grad = None
             elif param.grad is not None:
                 param.grad.zero_()
-        self._taken = {}
+        self._has_gradients = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimiser within, and the masters, in order."""

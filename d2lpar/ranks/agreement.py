@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import torch
 
-from ..collectives.checks import is_folded
+from ..collectives.lists import is_expanded
 from ..collectives.schedules import Schedule, steps_of
 from .transport import PeerError, Send, Transport, name_ranks
 
@@ -102,8 +102,3 @@ def describe_schedule(schedule, k: int) -> str:
 @lru_cache(maxsize=1024)
 def _digest_of_moves(schedule: Schedule, k: int) -> str:
     return blake2b(repr(steps_of(schedule, k)).encode(), digest_size=4).hexdigest()
-
-
-def is_expanded(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has one place of memory for several elements."""
-    return not tensor.is_contiguous() and is_folded(tensor)

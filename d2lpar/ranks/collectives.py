@@ -12,10 +12,18 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from ..collectives.checks import check_tensor
-from ..collectives.lists import bounds_of, check_op, divide, flatten, part_of, put_back
+from ..collectives.lists import (
+    bounds_of,
+    check_op,
+    check_tensor,
+    divide,
+    flatten,
+    is_expanded,
+    part_of,
+    put_back,
+)
 from ..collectives.schedules import Schedule, direct, recursive_doubling, ring, star, tree_broadcast
-from .agreement import MismatchError, agree, describe_schedule, describe_tensor, is_expanded
+from .agreement import MismatchError, agree, describe_schedule, describe_tensor
 from .members import Member, member_of, use_lanes, use_messages
 from .moves import Part, even_bounds, make_moves, own_moves
 from .nccl import NcclMessages

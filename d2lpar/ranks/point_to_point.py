@@ -10,7 +10,7 @@ import struct
 import torch
 import torch.distributed as dist
 
-from ..collectives.checks import check_tensor
+from ..collectives.lists import check_tensor
 from ..devices import as_device
 from .agreement import MismatchError
 from .collectives import member_of

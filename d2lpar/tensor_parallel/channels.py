@@ -3,8 +3,8 @@
 Each device has some of the output channels of every layer. Where a layer *exchanges*, it takes all
 channels of the layer before, most of which come from other devices; where it does not, only those
 of its own device: nothing is sent, and the network is another one, with fewer weights. Notebook 07
-builds this file. Source: Krizhevsky, Sutskever and Hinton, "ImageNet Classification with Deep
-Convolutional Neural Networks" (2012), section 3.2 and figure 2.
+uses this file and builds ``split_lenet``. Source: Krizhevsky, Sutskever and Hinton, "ImageNet
+Classification with Deep Convolutional Neural Networks" (2012), section 3.2 and figure 2.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,22 @@ import torch
 from torch.nn import functional as F
 
 from ..devices import to_device
+from ..guards import checked
 from ..network import channels_last
 
 LAYERS = ("conv1", "conv2", "linear1", "linear2")
 EXCHANGES = LAYERS[1:]  # those that can; the first layer takes the image
 
 
+def check_split(params, devices, exchange=EXCHANGES):
+    """Refuse layers that cannot exchange, and more devices than outputs."""
+    if isinstance(exchange, str) or not set(exchange) <= set(EXCHANGES):
+        raise ValueError(f"exchange is {exchange!r}, but may name {', '.join(EXCHANGES)}")
+    if not 1 <= len(devices) <= 10:
+        raise ValueError(f"{len(devices)} devices for channels that can be cut for 1 to 10")
+
+
+@checked(check_split)
 def split_channels(
     params: list[torch.Tensor],
     devices: Sequence[torch.device],
@@ -31,38 +41,23 @@ def split_channels(
     Args:
         params: see ``init_params``.
         devices: at most 10, since ``linear2`` has 10 outputs.
-        exchange: the layers that take all channels.
-
-    Raises:
-        ValueError: ``exchange`` names a layer that cannot, or there are too many devices, or none.
+        exchange: the layers that take all channels; the first one takes the image.
     """
-    _check(devices, exchange)
     k = len(devices)
-    device_params = []
-    for d, device in enumerate(devices):
-        own = []
-        for i, layer in enumerate(LAYERS):
-            W, b = params[2 * i : 2 * i + 2]
-            out_dim = 0 if layer.startswith("conv") else 1  # a linear layer's weight is (in, out)
-            W = W.tensor_split(k, out_dim)[d]
-            if i > 0 and layer not in exchange:
-                W = own_inputs(W, 1 - out_dim, params[2 * i - 1].numel(), d, k)
-            W = channels_last(W) if layer.startswith("conv") else W
-            own += [W, b.tensor_split(k)[d]]
-        device_params.append(
-            [param.detach().to(device, copy=True).requires_grad_() for param in own]
-        )
+    device_params = [[] for _ in devices]
+    for i, layer in enumerate(LAYERS):
+        W, b = params[2 * i : 2 * i + 2]
+        is_conv = layer.startswith("conv")
+        outputs, inputs = (0, 1) if is_conv else (1, 0)  # dimensions of the weight
+        for d, device in enumerate(devices):
+            own_W, own_b = W.tensor_split(k, outputs)[d], b.tensor_split(k)[d]
+            if i > 0 and layer not in exchange:  # a channel is several inputs of a linear layer
+                channels = own_W.unflatten(inputs, (params[2 * i - 1].numel(), -1))
+                own_W = channels.tensor_split(k, inputs)[d].flatten(inputs, inputs + 1)
+            own_W = channels_last(own_W) if is_conv else own_W
+            for param in (own_W, own_b):
+                device_params[d].append(param.detach().to(device, copy=True).requires_grad_())
     return device_params
-
-
-def own_inputs(W: torch.Tensor, dim: int, num_channels: int, d: int, k: int) -> torch.Tensor:
-    """Return the part of ``W`` along ``dim`` that takes the input channels of device ``d`` of k.
-
-    A channel is several inputs of a linear layer.
-    """
-    each = W.shape[dim] // num_channels
-    channels = torch.arange(num_channels).tensor_split(k)[d]
-    return W.narrow(dim, int(channels[0]) * each, len(channels) * each)
 
 
 def split_lenet(
@@ -73,13 +68,9 @@ def split_lenet(
 ) -> torch.Tensor:
     """Return the logits, of shape (n, 10), on ``devices[0]``; gradients flow back.
 
-    Args:
-        X: images of shape (n, 1, 28, 28), which every device gets.
-        device_params: see ``split_channels``, called with the same devices and ``exchange``.
-        devices: one for each list of parameters.
-        exchange: the layers that take all channels.
+    Every device gets the images, of shape (n, 1, 28, 28). ``device_params`` are those of
+    ``split_channels`` for the same ``devices`` and ``exchange``.
     """
-    _check(devices, exchange)
     parts = [to_device(X, device, "host", d) for d, device in enumerate(devices)]
     for i, layer in enumerate(LAYERS):
         if layer in exchange:
@@ -108,11 +99,3 @@ def joined(parts: list[torch.Tensor], devices: Sequence[torch.device], d: int) -
     """Join the channels of all devices on device ``d``."""
     there = [to_device(part, devices[d], src, d) for src, part in enumerate(parts)]
     return torch.cat(there, dim=1)
-
-
-def _check(devices: Sequence[torch.device], exchange: Sequence[str]) -> None:
-    unknown = [layer for layer in exchange if layer not in EXCHANGES]
-    if unknown or isinstance(exchange, str):
-        raise ValueError(f"exchange is {exchange!r}, but may name {', '.join(EXCHANGES)}")
-    if not 1 <= len(devices) <= 10:
-        raise ValueError(f"{len(devices)} devices for channels that can be cut for 1 to 10")

@@ -66,8 +66,7 @@ def own_part(
 ) -> torch.Tensor:
     """Return a copy of this rank's part of ``tensor``, cut along ``dim`` by ``tensor_split``.
 
-    Raises:
-        ValueError: there are fewer elements along ``dim`` than ranks.
+    Raises ValueError where there are fewer elements along ``dim`` than ranks.
     """
     k, me = place_in(group)
     if tensor.shape[dim] < k:
@@ -163,10 +162,7 @@ class TensorParallelLeNet(nn.Module):
 
     Args:
         params: those of the whole network, see ``init_params``, equal on all ranks.
-        group: the process group; None: all ranks.
-
-    Raises:
-        ValueError: there are more than 20 ranks, the filters of the first layer.
+        group: the process group; None: all ranks, of which there are at most 20.
     """
 
     def __init__(self, params: list[torch.Tensor], group: dist.ProcessGroup | None = None):

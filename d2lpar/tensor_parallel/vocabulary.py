@@ -9,9 +9,36 @@ import torch
 import torch.distributed as dist
 
 from .. import ranks
+from ..guards import checked
 from .layers import place_in
 
 
+def own_classes(num_classes: int, group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """Return the first class of this rank, and the one after its last."""
+    k, me = place_in(group)
+    if num_classes < k:
+        raise ValueError(f"{num_classes} classes are too few for {k} ranks")
+    each, larger = divmod(num_classes, k)
+    begin = me * each + min(me, larger)
+    return begin, begin + each + (me < larger)
+
+
+def check_loss(logits, target, num_classes, group=None, reduction="mean", ignore_index=-100):
+    """Refuse shapes that do not fit, targets that are no class, and unknown reductions."""
+    begin, end = own_classes(num_classes, group)
+    if logits.shape != (*target.shape, end - begin):
+        raise ValueError(
+            f"logits have shape {list(logits.shape)}, but {[*target.shape, end - begin]} is right: "
+            f"this rank has the classes {begin} to {end - 1} of {num_classes}"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction is {reduction!r}, which is none of "mean", "sum", "none"')
+    wrong = target[(target != ignore_index) & ((target < 0) | (target >= num_classes))]
+    if len(wrong):
+        raise ValueError(f"target {wrong[0].item()} is none of the {num_classes} classes")
+
+
+@checked(check_loss)
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -22,8 +49,8 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Return ``F.cross_entropy`` of the whole logits, on every rank, without gathering them.
 
-    Sends 3 numbers a row forward, in two allreduces, and nothing backward. Computes in float32 (or
-    float64), and keeps the probabilities of the rank's own classes for backward.
+    Sends 3 numbers per row forward, in two allreduces, and nothing backward. Computes in float32
+    (or float64), and keeps the probabilities of the rank's own classes for backward.
 
     Args:
         logits: (…, own classes), as ``ColumnParallelLinear(…, num_classes)`` returns.
@@ -36,21 +63,12 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: shapes do not fit, a target is no class, or ``reduction`` is unknown.
     """
-    begin, end = _own_classes(num_classes, group)
-    if logits.shape != (*target.shape, end - begin):
-        raise ValueError(
-            f"logits have shape {list(logits.shape)}, but {[*target.shape, end - begin]} is right: "
-            f"this rank has the classes {begin} to {end - 1} of {num_classes}"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction is {reduction!r}, which is none of "mean", "sum", "none"')
     kept = target != ignore_index
-    wrong = target[kept & ((target < 0) | (target >= num_classes))]
-    if len(wrong):
-        raise ValueError(f"target {wrong[0].item()} is none of the {num_classes} classes")
+    begin, _ = own_classes(num_classes, group)
     losses = _CrossEntropy.apply(logits, target, kept, begin, group)
-    reduced = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / kept.sum()}
-    return reduced[reduction]
+    if reduction == "none":
+        return losses
+    return losses.sum() / kept.sum() if reduction == "mean" else losses.sum()
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -77,13 +95,3 @@ class _CrossEntropy(torch.autograd.Function):
         logits_grad = probs.scatter_add(-1, place, -is_own[..., None].to(probs.dtype))
         logits_grad *= torch.where(kept, grad, 0)[..., None]
         return logits_grad, None, None, None, None
-
-
-def _own_classes(num_classes: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return the first class of this rank, and the one after its last."""
-    k, me = place_in(group)
-    if num_classes < k:
-        raise ValueError(f"{num_classes} classes are too few for {k} ranks")
-    each, larger = divmod(num_classes, k)
-    begin = me * each + min(me, larger)
-    return begin, begin + each + (me < larger)

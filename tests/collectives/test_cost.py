@@ -1,3 +1,5 @@
+"""The cost of a schedule: the clock's, the formula's, and the bytes that in fact travel."""
+
 from itertools import pairwise
 
 import pytest
@@ -14,31 +16,30 @@ from d2lpar.collectives.schedules import (
     tree,
 )
 
-SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)
+CLOSED = (star, ring, tree, direct, halving_doubling)
+SCHEDULES = (*CLOSED, recursive_doubling)
+
+
+@pytest.mark.parametrize("schedule", CLOSED)
+def test_the_closed_form_equals_the_walk(schedule):
+    for k in (*range(1, 34), 48, 63, 64):
+        for nbytes, itemsize in ((0, 4), (44, 4), (1000, 2), (10_007, 1)):
+            walked = cost.walk(schedule, k, nbytes, 3e-6, 7e-9, itemsize)
+            formula = cost.closed_form(schedule, k, nbytes, 3e-6, 7e-9, itemsize)
+            assert walked.seconds == pytest.approx(formula.seconds, rel=1e-9, abs=0)
+            assert vars(walked) | {"seconds": 0} == vars(formula) | {"seconds": 0}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("k", range(1, 65))
-def test_the_closed_form_equals_the_walk(schedule, k):
-    for nbytes, itemsize in ((0, 4), (4, 4), (44, 4), (1000, 2), (4096, 4), (10_007, 1)):
-        walked = cost.walk(schedule, k, nbytes, 3e-6, 7e-9, itemsize)
-        formula = cost.closed_form(schedule, k, nbytes, 3e-6, 7e-9, itemsize)
-        assert walked.seconds == pytest.approx(formula.seconds, rel=1e-9, abs=0)
-        assert vars(walked) | {"seconds": 0} == vars(formula) | {"seconds": 0}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("numel", [0, 1, 3, 64, 101])
-def test_the_bytes_are_those_that_travel_when_the_schedule_runs(schedule, k, numel):
-    data = [torch.full((numel,), float(r)) for r in range(k)]
-    with count_bytes() as ledger:
-        allreduce(data, schedule)
-    predicted = cost.walk(schedule, k, 4 * numel)
-    assert predicted.sent == tuple(ledger.sent(r) for r in range(k))
-    assert predicted.received == tuple(ledger.received(r) for r in range(k))
-    assert predicted.busiest_link == max(ledger.bytes.values(), default=0)
-    assert cost.link_bytes(schedule, k, 4 * numel) == ledger.bytes
+def test_the_bytes_are_those_that_travel_when_the_schedule_runs(schedule):
+    for k in (1, 2, 3, 4, 5, 8):
+        for numel in (0, 1, 3, 64, 101):
+            with count_bytes() as ledger:
+                allreduce([torch.full((numel,), float(r)) for r in range(k)], schedule)
+            predicted = cost.walk(schedule, k, 4 * numel)
+            assert predicted.sent == tuple(ledger.sent(r) for r in range(k))
+            assert predicted.received == tuple(ledger.received(r) for r in range(k))
+            assert predicted.busiest_link == max(ledger.bytes.values(), default=0)
 
 
 def test_a_step_takes_as_long_as_its_busiest_participant():
@@ -60,7 +61,7 @@ def test_ring_bytes_hardly_grow_with_k_and_star_bytes_do():
     assert all(a < b < 2 * n * 1e-9 for a, b in pairwise(times))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", CLOSED)
 def test_the_closed_form_reaches_a_hundred_thousand_participants(schedule):
     big = cost.closed_form(schedule, 100_000, 4 * 129_070)
     assert len(big.sent) == len(big.received) == 100_000
@@ -72,10 +73,7 @@ def test_the_walk_takes_any_schedule_and_the_closed_form_says_that_it_does_not()
         return [[m._replace(src=k - 1 - m.src, dst=k - 1 - m.dst) for m in s] for s in star(k)]
 
     assert cost.walk(backwards, 3, 40).sent == (40, 40, 80)
-    with pytest.raises(ValueError, match="no closed form for backwards: use walk"):
-        cost.closed_form(backwards, 3, 40)
-    backwards.__name__ = "ring"
-    with pytest.raises(ValueError, match=r"this ring is not collectives\.ring"):
+    with pytest.raises(ValueError, match=r"no closed form for .*backwards, .*: use walk"):
         cost.closed_form(backwards, 3, 40)
 
 
@@ -87,8 +85,7 @@ def test_the_walk_takes_any_schedule_and_the_closed_form_says_that_it_does_not()
         ({"itemsize": 0}, "not 4 and 0"),
         ({"nbytes": -4}, "not be negative: -4"),
         ({"alpha": -1}, "negative: 40, -1"),
-        ({"beta": -1}, "negative"),
-        ({"alpha": float("nan")}, "negative: 40, nan"),
+        ({"beta": float("nan")}, "negative: 40, 1e-05, nan"),
         ({"nbytes": 42}, "42 bytes are no whole number of elements of 4 bytes"),
     ],
 )

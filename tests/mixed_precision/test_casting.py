@@ -14,13 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from d2lpar import DataParallel, init_params, lenet
 from d2lpar.mixed_precision import autocast, casting
 from d2lpar.models import lenet_layers, resnet, transformer
-from d2lpar.network import loss
 
 each_dtype = pytest.mark.parametrize("dtype", casting.LOW_DTYPES, ids=["float16", "bfloat16"])
 
 
-def randn(*shape, dtype=torch.float32):
-    return torch.randn(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
+def randn(*shape):
+    return torch.randn(shape, requires_grad=True)
 
 
 def ones(*shape, dtype=torch.long):
@@ -54,6 +53,17 @@ LOW = [
     (torch.einsum, lambda: ("bij,bjk->bik", randn(2, 3, 4), randn(2, 4, 5)), {}),
     (torch.tensordot, lambda: (randn(3, 4), randn(4, 5)), {"dims": 1}),
     (torch.linalg.multi_dot, lambda: ([randn(3, 4), randn(4, 5), randn(5, 6)],), {}),
+]
+WITHOUT_GRADIENT = [
+    (torch._addmm_activation, lambda: (randn(5), randn(3, 4), randn(4, 5)), {"use_gelu": True}),
+    (
+        torch._native_multi_head_attention,
+        lambda: (
+            *[randn(8, 8, 8) for _ in "qkv"],
+            *(8, 4, randn(24, 8), randn(24), randn(8, 8), randn(8)),
+        ),
+        {},
+    ),
 ]
 
 
@@ -157,30 +167,9 @@ def assert_same_bits(ours, theirs):
 
 
 @each_dtype
-@pytest.mark.parametrize("call", LOW, ids=name_of)
+@pytest.mark.parametrize("call", LOW + WITHOUT_GRADIENT, ids=name_of)
 def test_products_are_torchs_to_the_bit(call, dtype):
-    ours = computed(autocast("cpu", dtype), call)
-    assert ours[0].dtype == dtype
-    assert_same_bits(ours, computed(torch.autocast("cpu", dtype), call))
-
-
-WITHOUT_GRADIENT = [
-    (torch._addmm_activation, lambda: (randn(5), randn(3, 4), randn(4, 5)), {"use_gelu": True}),
-    (
-        torch._native_multi_head_attention,
-        lambda: (
-            *[randn(8, 8, 8) for _ in "qkv"],
-            *(8, 4, randn(24, 8), randn(24), randn(8, 8), randn(8)),
-        ),
-        {},
-    ),
-]
-
-
-@each_dtype
-@pytest.mark.parametrize("call", WITHOUT_GRADIENT, ids=name_of)
-def test_products_that_have_no_gradient_are_torchs_to_the_bit(call, dtype):
-    with torch.no_grad():
+    with torch.set_grad_enabled(call in LOW):
         ours = computed(autocast("cpu", dtype), call)
         assert ours[0].dtype == dtype
         assert_same_bits(ours, computed(torch.autocast("cpu", dtype), call))
@@ -220,40 +209,23 @@ def on_cpu(monkeypatch, device_type):
     monkeypatch.setattr(casting, "LISTS", {"cpu": casting.LISTS[device_type]})
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.softmax(0),
-        lambda x: torch.log_softmax(x, 0),
-        lambda x: F.layer_norm(x, (4,)),
-        torch.exp,
-        torch.sum,
-        lambda x: x**2,
-        lambda x: 2**x,
-        lambda x: 1 / x,
-        torch.norm,
-        torch.linalg.norm,
-    ],
-)
-def test_what_has_a_large_range_is_float32_on_gpus_only(function, monkeypatch):
-    x = torch.randn(4).bfloat16()
-    with autocast("cpu"):
-        assert function(x).dtype == torch.bfloat16
-    on_cpu(monkeypatch, "cuda")
-    with autocast("cpu"):
-        assert function(x).dtype == torch.float32
+RANGE = [torch.exp, torch.sum, torch.norm, torch.linalg.norm, lambda x: F.layer_norm(x, (4,))]
+RANGE += [lambda x: x.softmax(0), lambda x: x**2, lambda x: 2**x, lambda x: 1 / x]
 
 
-def test_what_takes_the_widest_type_does_so_on_gpus(monkeypatch):
+def test_what_has_a_large_range_or_is_mixed_is_float32_on_gpus_only(monkeypatch):
     low, full = torch.randn(4).bfloat16(), torch.randn(4)
+    with autocast("cpu"):
+        assert {function(low).dtype for function in RANGE} == {torch.bfloat16}
     on_cpu(monkeypatch, "cuda")
     with autocast("cpu"):
+        assert {function(low).dtype for function in RANGE} == {torch.float32}
         assert torch.dot(low, full).dtype == torch.float32  # refused without a cast
         assert torch.dot(low, low).dtype == torch.bfloat16
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each_dtype
 def test_networks_on_a_gpu_are_torchs_to_the_bit(dtype):
     for model, X in [(lenet_layers(), torch.randn(8, 1, 28, 28)), tokens_and_transformer()]:
         model, X = model.cuda(), X.cuda()
@@ -266,6 +238,15 @@ def test_networks_on_a_gpu_are_torchs_to_the_bit(dtype):
 
 def tokens_and_transformer():
     return transformer(50, 32, 4, 2, 8), torch.randint(50, (3, 8))
+
+
+class RawLeNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.params = nn.ParameterList(init_params(0.1))
+
+    def forward(self, X):
+        return lenet(X, self.params)
 
 
 def step(model, X, region):
@@ -285,8 +266,9 @@ def step(model, X, region):
         lambda: (lenet_layers(), torch.randn(8, 1, 28, 28)),
         lambda: (resnet((8, 16)), torch.randn(4, 1, 16, 16)),
         tokens_and_transformer,
+        lambda: (RawLeNet(), torch.randn(8, 1, 28, 28)),
     ],
-    ids=["lenet", "resnet", "transformer"],
+    ids=["lenet", "resnet", "transformer", "raw tensors"],
 )
 def test_networks_are_torchs_to_the_bit(make, dtype):
     torch.manual_seed(0)
@@ -297,29 +279,11 @@ def test_networks_are_torchs_to_the_bit(make, dtype):
     assert not all(torch.equal(x, y) for x, y in zip(ours, plain, strict=True))
 
 
-@each_dtype
-def test_lenet_of_raw_tensors_is_torchs_to_the_bit(dtype):
-    def gradients(region):
-        params = [p.requires_grad_() for p in init_params(0.1, torch.Generator().manual_seed(0))]
-        X = torch.randn(8, 1, 28, 28, generator=torch.Generator().manual_seed(1))
-        with region:
-            value = loss(lenet(X, params), torch.arange(8)).sum()
-        value.backward()
-        return [value, *[param.grad for param in params]]
-
-    assert_same_bits(gradients(autocast("cpu", dtype)), gradients(torch.autocast("cpu", dtype)))
-
-
 # Regions
 
 
 def dtype_of_product():
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-
-def test_bfloat16_on_cpus_and_float16_on_gpus():
-    assert autocast().dtype == torch.bfloat16 == torch.get_autocast_dtype("cpu")
-    assert autocast("cuda").dtype == torch.float16 == torch.get_autocast_dtype("cuda")
 
 
 @pytest.mark.parametrize("region", [autocast, torch.autocast])
@@ -341,6 +305,17 @@ def test_regions_nest_and_end(region):
     found.append(dtype_of_product())
     low, full = torch.bfloat16, torch.float32
     assert found == [low, full, torch.float16, full, low, low, low, full]
+
+
+def test_without_a_dtype_a_region_takes_that_of_the_one_around_or_the_usual_one():
+    assert autocast().dtype == torch.bfloat16 == torch.get_autocast_dtype("cpu")
+    assert autocast("cuda").dtype == torch.float16 == torch.get_autocast_dtype("cuda")
+    for region in (autocast, torch.autocast):
+        with region("cpu", torch.float16):
+            with region("cpu"):
+                assert dtype_of_product() == torch.float16
+            with region("cpu", enabled=False), region("cpu"):
+                assert dtype_of_product() == torch.float16
 
 
 def test_a_region_is_entered_again_inside_itself():
@@ -428,6 +403,16 @@ def test_regions_that_nest_share_their_casts():
     assert casts_of(weight, outer) == casts_of(weight, inner) != casts_of(weight, fresh)
 
 
+def test_only_weights_are_kept():
+    X, grown = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True) * 1
+    with autocast("cpu"):
+        torch.mm(X, grown)
+        X.add_(1)
+        with torch.no_grad():
+            grown.add_(1)
+        assert torch.mm(X, grown).tolist() == [[8, 8], [8, 8]]
+
+
 def test_a_changed_weight_is_seen_in_the_next_region():
     weight, X, region = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1), autocast("cpu")
     for expected in (1.0, 2.0, 3.0):
@@ -444,10 +429,11 @@ def test_a_weight_that_takes_the_place_of_another_is_not_mistaken_for_it():
             assert F.linear(torch.ones(1, 1), weight).item() == value
 
 
-def test_no_grad_inside_keeps_the_way_to_the_weight():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_no_grad_inside_keeps_the_way_to_the_weight(mode):
     weight = torch.ones(1, 1, requires_grad=True)
     with autocast("cpu"):
-        with torch.no_grad():
+        with mode():
             F.linear(torch.ones(1, 1), weight)
         F.linear(torch.full((1, 1), 3.0), weight).backward()
     assert weight.grad.item() == 3
@@ -467,38 +453,24 @@ def test_emulation_rounds_arguments_and_result_and_is_float32_between(dtype):
     assert torch.equal(a.grad, by_hand)
 
 
-@each_dtype
-def test_emulation_is_as_near_to_float32_as_16_bits_are(dtype):
-    torch.manual_seed(0)
-    model, X = lenet_layers(), torch.randn(8, 1, 28, 28)
-    plain, emulated, real = (
-        step(model, X, region)
-        for region in (
-            autocast(enabled=False),
-            autocast("cpu", dtype, emulate=True),
-            autocast("cpu", dtype),
-        )
-    )
-    bound = 40 * torch.finfo(dtype).eps
-    for other in (plain, real):
-        for x, y in zip(emulated, other, strict=True):
-            assert (x - y).norm() <= bound * y.norm()
-
-
 # What a function mode does not see
 
 
 def test_what_is_made_of_others_is_named_and_stays_float32():
-    attention, X = nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8)
-    with autocast("cpu"), pytest.warns(UserWarning, match="multi_head_attention_forward computes"):
-        assert attention(X, X, X)[0].dtype == torch.float32
-    with autocast("cpu"), pytest.warns(UserWarning, match=r"lstm computes in float32: "):
-        assert nn.LSTM(8, 8)(X)[0].dtype == torch.float32
+    attention, first, X = nn.MultiheadAttention(8, 2), nn.Linear(8, 8), torch.randn(3, 2, 8)
+    for function, said in [
+        (lambda: attention(X, X, X)[0], "multi_head_attention_forward computes"),
+        (lambda: attention(first(X), X, X)[0], "multi_head_attention_forward"),  # 16 and 32 bits
+        (lambda: nn.LSTM(8, 8)(X)[0], r"lstm computes in float32: "),
+        (lambda: F.local_response_norm(X.bfloat16()[None], 2), "local_response_norm"),
+    ]:
+        with autocast("cpu"), pytest.warns(UserWarning, match=said):
+            assert function().dtype == torch.float32
     with torch.autocast("cpu"):
         assert attention(X, X, X)[0].dtype == torch.bfloat16
 
 
-def test_a_region_reaches_the_threads_of_data_parallel():
+def test_a_region_is_of_its_thread_and_of_those_of_data_parallel():
     class Kind(nn.Module):
         def forward(self, X):
             kinds.append((X @ X.T).dtype)
@@ -508,17 +480,11 @@ def test_a_region_reaches_the_threads_of_data_parallel():
     model = DataParallel(Kind(), ["cpu", "cpu"])
     with autocast("cpu", torch.float16):
         model(torch.ones(4, 3))
-    model(torch.ones(4, 3))
-    assert kinds == [torch.float16] * 2 + [torch.float32] * 2
-
-
-def test_a_region_is_of_its_thread():
-    found = []
-    with autocast("cpu"):
-        thread = threading.Thread(target=lambda: found.append(dtype_of_product()))
+        thread = threading.Thread(target=lambda: kinds.append(dtype_of_product()))
         thread.start()
         thread.join()
-    assert found == [torch.float32]
+    model(torch.ones(4, 3))
+    assert kinds == [torch.float16] * 2 + [torch.float32] * 3
 
 
 def test_recomputation_with_the_region_in_context_fn():
@@ -538,40 +504,12 @@ def test_recomputation_with_the_region_in_context_fn():
     assert torch.equal(gradient(lambda function: function(X)), gradient(again))
 
 
-def test_what_follows_a_product_may_be_unseen():
-    """16-bit and float32 arguments together: all of them become float32."""
-    first, attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2)
-    with autocast("cpu"), pytest.warns(UserWarning, match="multi_head_attention_forward"):
-        X = first(torch.randn(3, 2, 8))
-        assert attention(X, X, X)[0].dtype == torch.float32
-    with autocast("cpu"), pytest.warns(UserWarning, match="local_response_norm"):
-        assert F.local_response_norm(torch.randn(1, 4, 3, 3).bfloat16(), 2).dtype == torch.float32
-
-
 def test_arguments_by_name_are_cast_too():
     X, W = torch.randn(2, 4), torch.randn(3, 4)
     with autocast("cpu"):
         named = F.linear(input=X, weight=W, bias=None)
         assert torch.equal(named, F.linear(X, W))
         assert named.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("region", [autocast, torch.autocast])
-def test_without_a_dtype_a_region_takes_that_of_the_one_around(region):
-    with region("cpu", torch.float16):
-        with region("cpu"):
-            assert dtype_of_product() == torch.float16
-        with region("cpu", enabled=False), region("cpu"):
-            assert dtype_of_product() == torch.float16
-
-
-def test_inference_first_leaves_training_in_the_same_region_alone():
-    layer = nn.Linear(2, 2)
-    with autocast("cpu"):
-        with torch.inference_mode():
-            layer(torch.ones(1, 2))
-        layer(torch.ones(1, 2)).sum().backward()
-    assert layer.weight.grad is not None
 
 
 def test_a_region_holds_no_weight_after_its_end():
@@ -585,28 +523,16 @@ def test_a_region_holds_no_weight_after_its_end():
     assert gone() is None
 
 
-def test_only_weights_are_kept():
-    X, region = torch.ones(2, 2), autocast("cpu")
-    product = torch.ones(2, 2, requires_grad=True) * 1
-    with region:
-        for x in (X, product):
-            torch.mm(x, x)
-        X.add_(1)
-        assert torch.mm(X, torch.eye(2)).tolist() == [[2, 2], [2, 2]]
-        assert region._cache == {}
-
-
 def test_a_decorator_keeps_every_setting():
+    for region in (
+        autocast("cpu", enabled=False),
+        autocast("cpu", torch.float16, True, False, emulate=True),
+    ):
+        twin = region.for_thread()  # a decorator enters one for each call
+        for name in ("device_type", "dtype", "enabled", "cache_enabled", "emulate"):
+            assert getattr(twin, name) == getattr(region, name)
     plain = torch.full((1, 1), 1 + 2**-12)
-    disabled = autocast("cpu", enabled=False)(torch.mm)
-    assert disabled(plain, plain).dtype == torch.float32
-    tiny = torch.full((1, 3), 2.0**-9)
-    emulated = autocast("cpu", emulate=True)(lambda: tiny @ torch.ones(3, 1))
-    assert emulated().dtype == torch.bfloat16
-    region = autocast("cpu", torch.float16, True, False, emulate=True)
-    twin = region.for_thread()
-    names = ("device_type", "dtype", "enabled", "cache_enabled", "emulate")
-    assert [getattr(twin, n) for n in names] == [getattr(region, n) for n in names]
+    assert autocast("cpu", enabled=False)(torch.mm)(plain, plain).dtype == torch.float32
 
 
 # Bad arguments
