@@ -6,9 +6,10 @@ two more batches than the one before.
 
 from functools import partial
 
-from timing import AGAIN, print_machine, print_ratios, ratio, slowest_rank
+from timing import AGAIN, print_machine, print_ratios, ratio
 
 from d2lpar import launch
+from d2lpar.study.methods import time_in_turn
 
 GOALS = {"25 million parameters": 0.9, "60 small layers": 1.0, "LeNet": 1.08}
 JOIN_GOALS = {"lanes": 1.1, "messages": 1.3}
@@ -73,7 +74,7 @@ def measure(rank: int, world_size: int, name: str, rounds: int) -> dict:
         models[contender](X).square().mean().backward()
         optimizers[contender].step()
 
-    return slowest_rank({name: partial(step, name) for name in models}, rounds)
+    return time_in_turn({name: partial(step, name) for name in models}, rounds)
 
 
 def measure_join(rank: int, world_size: int, way: str, rounds: int) -> dict:
@@ -98,7 +99,7 @@ def measure_join(rank: int, world_size: int, way: str, rounds: int) -> dict:
             for _ in range(4 + 2 * rank):
                 model(X).square().mean().backward()
 
-    return slowest_rank({name: partial(loop, model) for name, model in models.items()}, rounds)
+    return time_in_turn({name: partial(loop, model) for name, model in models.items()}, rounds)
 
 
 def main():

@@ -4,7 +4,9 @@ What is counted comes first, since it is the same on every machine. Then the tim
 in turn; then eight GPUs, predicted from one and beside what NVIDIA has published.
 """
 
-from timing import print_machine, quartiles
+from statistics import median
+
+from timing import print_machine
 
 from d2lpar import launch
 from d2lpar.study import methods
@@ -67,8 +69,8 @@ def main():
     print(methods.unrest(*[table[key] for key in CONTROLS]) or "The machine is quiet.")
     print(f"{'':28}{'median':>11}  times as fast as one device (quartiles)")
     for key, (low, middle, high) in table.items():
-        median = 1e3 * quartiles(seconds[0][key])[1]
-        print(f"{_name(key):28}{median:8.1f} ms  {middle:5.2f} ({low:.2f} to {high:.2f})")
+        milliseconds = 1e3 * median(seconds[0][key])
+        print(f"{_name(key):28}{milliseconds:8.1f} ms  {middle:5.2f} ({low:.2f} to {high:.2f})")
     print(
         "\nResNet-50 on eight GPUs, images per second: predicted from one, and published (NVIDIA)"
     )

@@ -9,9 +9,10 @@ split has two, and thereby both cores of a machine that has two.
 from functools import partial
 from statistics import median
 
-from timing import print_goal, print_machine, ratio, slowest_rank
+from timing import print_goal, print_machine, ratio
 
 from d2lpar import launch
+from d2lpar.study.methods import time_in_turn
 
 WIDTH, LAYERS, ROWS = 512, 8, 256  # ROWS of a micro-batch
 GOAL = 1.5
@@ -50,7 +51,7 @@ def measure(rank: int, world_size: int, num_microbatches: int, rounds: int) -> d
         pipelines[name].forward_backward(X, X)
         stage.zero_grad()
 
-    return slowest_rank({name: partial(step, name) for name in pipelines}, rounds)
+    return time_in_turn({name: partial(step, name) for name in pipelines}, rounds)
 
 
 def main():

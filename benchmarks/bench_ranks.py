@@ -14,7 +14,6 @@ from timing import (
     print_goal,
     print_machine,
     ratio,
-    slowest_rank,
 )
 
 from d2lpar import launch
@@ -27,6 +26,7 @@ from d2lpar.collectives.schedules import (
     tree,
 )
 from d2lpar.ranks.collectives import choose
+from d2lpar.study.methods import time_in_turn
 
 SIZES = [10**3 * 4**i for i in range(8)] + [64 * 10**6]  # 1 kB to 64 MB
 SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)
@@ -67,13 +67,13 @@ def measure(rank: int, world_size: int, sizes: list[int]) -> tuple[dict, dict]:
             "messages, checked": lambda t=tensor: ranks.allreduce(t, group=messages),
         }
         rounds = 60 if nbytes < 10**6 else 20 if nbytes < 2 * 10**7 else 8
-        results[nbytes] = slowest_rank(contenders, rounds)
+        results[nbytes] = time_in_turn(contenders, rounds)
         for way, group in groups.items():
             calls = {
                 s.__name__: lambda t=tensor, s=s, g=group: ranks.allreduce(t, s, "sum", g, False)
                 for s in SCHEDULES
             }
-            by_schedule[way, nbytes] = slowest_rank(calls, rounds)
+            by_schedule[way, nbytes] = time_in_turn(calls, rounds)
     return results, by_schedule
 
 

@@ -6,9 +6,10 @@ against one process of the same run, which trains the whole network.
 
 from statistics import median
 
-from timing import print_machine, quartiles, slowest_rank
+from timing import print_machine, quartiles
 
 from d2lpar import launch
+from d2lpar.study.methods import time_in_turn
 
 ROUNDS, MICROBATCHES = 20, 8
 
@@ -69,7 +70,7 @@ def measure(rank: int, world_size: int, split: str, name: str) -> list[float]:
         gradients()
         module.zero_grad()
 
-    return slowest_rank({split: step}, ROUNDS)[split]
+    return time_in_turn({split: step}, ROUNDS)[split]
 
 
 def machine():

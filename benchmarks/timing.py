@@ -14,10 +14,9 @@ from statistics import median
 
 import psutil  # jupyter brings it
 import torch
-import torch.distributed as dist
 
-from d2lpar import ranks
 from d2lpar.devices import hardware
+from d2lpar.study.methods import quartiles
 
 AGAIN = "the same again"  # the reference, a second time
 
@@ -49,26 +48,6 @@ def time_in_turn(
             if i >= warm_up:
                 seconds[name].append(time.perf_counter() - begin)
     return seconds
-
-
-def slowest_rank(contenders: dict[str, Callable], rounds: int, warm_up: int = 3) -> dict:
-    """Return the seconds of each contender in each round, those of the slowest rank.
-
-    Called on all ranks, which begin each time together, after a barrier.
-    """
-    seconds = {name: [] for name in contenders}
-    order = random.Random(0)  # the same on all ranks
-    for i in range(warm_up + rounds):
-        for name in order.sample(list(contenders), len(contenders)):
-            dist.barrier()
-            ranks.barrier()
-            begin = time.perf_counter()
-            contenders[name]()
-            if i >= warm_up:
-                seconds[name].append(time.perf_counter() - begin)
-    times = torch.tensor([list(seconds.values())], dtype=torch.float64)
-    slowest = ranks.all_gather(times).amax(dim=0)
-    return dict(zip(seconds, slowest.tolist(), strict=True))
 
 
 def print_ratios(title: str, seconds: dict[str, list[float]], base: str, goals: dict) -> None:
@@ -119,12 +98,6 @@ def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
 def geometric_mean(values: list[float]) -> float:
     """Return the mean of ratios."""
     return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Return the first quartile, the median and the third quartile."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 4], median(ordered), ordered[-1 - len(ordered) // 4]
 
 
 def copy_bandwidth(nbytes: int, count: int = 12, rounds: int = 40) -> float:

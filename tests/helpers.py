@@ -55,3 +55,10 @@ def distance(ours, theirs):
     """The largest difference between two lists of tensors."""
     pairs = zip(ours, theirs, strict=True)
     return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+
+
+def loss_and_grads(model, criterion, X, y):
+    """The loss of a model on one device, and its gradients, added to those already there."""
+    loss = criterion(model(X), y)
+    loss.backward()
+    return loss.detach(), grads(model)

@@ -1,15 +1,14 @@
 """A pipeline between ranks: each has one stage, and sends on what it has computed.
 
-The schedule is the one that ``pipeline`` runs in one process. A rank makes its own actions in their
-order. What an action needs it waits for; what an action has made a thread sends, so that no stage
-waits for another one to be ready. Notebook 06 builds this file. Source: the schedules of
+The schedule is the one that ``local`` runs in one process. A rank makes its own actions in their
+order. It waits for what an action needs; a thread sends what an action has made, so that no stage
+waits for another one to be ready. Notebook 06 uses this file. Source: the schedules of
 ``torch.distributed.pipelining``.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from contextvars import copy_context
 from hashlib import blake2b
 
@@ -17,18 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..data_parallel.loss import Count
+from ..data_parallel.loss import Count, find_count
 from ..ranks.agreement import agree
 from ..ranks.members import destroy, member_of
 from ..ranks.point_to_point import check_sendable, receive, send
 from ..ranks.sender import Sender
 from ..ranks.transport import group_like
-from .local import Losses, make_ticks, noting, on_device, require_number, run_actions, split_rows
+from .local import Losses, check_batch, on_device, run_actions
 from .schedules import (
     Action,
     PipelineSchedule,
     Span,
     check_order,
+    check_pipeline,
     one_f_one_b,
     own_actions,
     source,
@@ -41,7 +41,7 @@ class DistributedPipeline(nn.Module):
     """The stage of one rank; ``forward_backward`` on all ranks makes one training step's gradients.
 
     Rank r of the group has stage r. What ``Pipeline`` says of micro-batches, of the loss and of
-    BatchNorm holds here, too. Where the group's backend is NCCL, which wants sends and receives in
+    BatchNorm holds here, too. If the group's backend is NCCL, which wants sends and receives in
     pairs, messages go through a gloo group, one for each pipeline. On GPUs, call it in the default
     stream; not run on a GPU. Copy ``.stage``, not this.
 
@@ -49,10 +49,9 @@ class DistributedPipeline(nn.Module):
         stage: this rank's layers, on the device where they are to be computed.
         criterion: called with (output, target), on the last rank.
         num_microbatches: see ``Pipeline``.
-        schedule: a function (num_stages, num_microbatches) -> ticks, in which each stage works on
-            micro-batches in the order in which they are sent.
+        schedule: as in ``Pipeline``; neighbours work on micro-batches in the same order.
         group: the process group; None: all ranks.
-        recompute: whether to keep only inputs and outputs, and to compute the rest again.
+        recompute: see ``Pipeline``.
         count: see ``DataParallelCriterion``.
         timeout: seconds to wait for a message; None: the group's.
 
@@ -64,7 +63,6 @@ class DistributedPipeline(nn.Module):
     Raises:
         MismatchError: on every rank, when schedule or number of micro-batches differ.
         ValueError: see ``Pipeline``; this rank is no member of ``group``.
-        TypeError: ``stage`` is no module.
     """
 
     def __init__(
@@ -79,23 +77,20 @@ class DistributedPipeline(nn.Module):
         timeout: float | None = None,
     ):
         super().__init__()
-        member, limit = member_of(group, timeout)
+        member_of(group, timeout)  # ValueError, if this rank is no member
         if dist.get_backend(group) == dist.Backend.NCCL:
             group = group_like(group, dist.Backend.GLOO)
             weakref.finalize(self, destroy, group)
-            member, limit = member_of(group, timeout)
-        self.group, self.timeout, self.transport = group, timeout, member.transport
-        self.ranks, self.number = self.transport.ranks, self.transport.member
-        self.is_first, self.is_last = self.number == 0, self.number == len(self.ranks) - 1
-        ticks = self._agreed_ticks(schedule, num_microbatches, limit)
-        require_number(criterion, count)
+        find_count(criterion, count)  # ValueError, unless parts of the loss can be put together
         if not isinstance(stage, nn.Module):
-            text = f"stage must be this rank's module, not a {type(stage).__name__}"
-            raise TypeError(f"{text}: such as cut(model, num_stages)[rank]")
-        self.stage, self.count, self.num_microbatches = stage, count, num_microbatches
+            raise TypeError("stage must be one module, such as cut(model, num_stages)[rank]")
+        self.stage, self.group, self.timeout = stage, group, timeout
+        self.number, num_stages = dist.get_rank(group), dist.get_world_size(group)
+        self.is_first, self.is_last = self.number == 0, self.number == num_stages - 1
         self.criterion = on_device(criterion, self.device) if self.is_last else criterion
+        ticks = agreed_ticks(schedule, num_microbatches, group, timeout)
         self.actions = own_actions(ticks, self.number)
-        self.recompute = recompute
+        self.num_microbatches, self.recompute, self.count = num_microbatches, recompute, count
         self.timeline: list[Span] | None = None
         self.peak_live = 0
         self._calls = 0
@@ -120,14 +115,18 @@ class DistributedPipeline(nn.Module):
             PeerError: a neighbour did not send or receive in time, or is gone.
             MismatchError: a neighbour works on another batch, or evaluates.
         """
-        self._calls += 1
-        X_parts, y_parts = self._parts(X, y)
+        self._calls += 1  # also if it is refused: the other ranks may have begun with this batch
+        X, y = X if self.is_first else None, y if self.is_last else None
+        if self.is_first and X is None:
+            raise ValueError("the first rank needs the inputs X")
+        if self.is_last and y is None:
+            raise ValueError("the last rank needs the targets y")
+        check_batch(X, y)
         stage, losses = Stage(self.stage, self.recompute), None
         if self.is_last:
-            losses = Losses(self.criterion, self.count, y_parts)
+            losses = Losses(self.criterion, self.count, y.tensor_split(self.num_microbatches))
             stage.finish = losses.of
-        with self._mail("batch", X_parts, stage) as mail:
-            run_actions(self.actions, {self.number: stage}, mail, self.timeline)
+        self._run(self.actions, stage, f"batch {self._calls}", X, self.timeline)
         self.peak_live = stage.peak
         return losses.total if losses else None
 
@@ -140,94 +139,91 @@ class DistributedPipeline(nn.Module):
         self._calls += 1
         if self.is_first and X is None:
             raise ValueError("the first rank needs the inputs X")
-        X_parts = X.tensor_split(self.num_microbatches) if self.is_first else None
-        outputs = []
-        with self._mail("evaluation", X_parts) as mail:
-            for i in range(self.num_microbatches):
-                action = Action(self.number, i, "forward")
-                output = mail.receive(action)
-                if i == 0 or len(output):  # else no row was left
-                    with noting(action):
-                        output = call(self.stage, output)
-                    outputs.append(output)
-                mail.send(action, output)
-        return torch.cat(outputs) if self.is_last else None
+        stage = Evaluation(self.stage)
+        actions = [Action(self.number, i, "forward") for i in range(self.num_microbatches)]
+        self._run(actions, stage, f"evaluation {self._calls}", X if self.is_first else None)
+        return torch.cat(stage.outputs) if self.is_last else None
 
-    def _agreed_ticks(self, schedule, num_microbatches, limit: float) -> list[list[Action]]:
-        """Make the ticks, after a look whether all ranks would make the same."""
-        error, p = None, len(self.ranks)
+    def _run(self, actions, stage, purpose, X, timeline=None) -> None:
+        """Make actions, and wait until all is sent; after an error the group is not used again."""
+        X_parts = None if X is None else X.tensor_split(self.num_microbatches)
+        mail = Mail(self.group, self.timeout, self._sender, self.device, purpose, X_parts)
         try:
-            ticks = make_ticks(schedule, p, num_microbatches)
-            check_order(ticks, p)
-            digest = blake2b(repr(ticks).encode(), digest_size=4).hexdigest()
-        except (TypeError, ValueError) as wrong:
-            error, digest = wrong, "which is none"
-        name = getattr(schedule, "__name__", "schedule")
-        plan = f"pipeline of {p} stages, {name} ({digest}), {num_microbatches!r} micro-batches"
-        agree(self.transport, 0, plan, 0, limit)
-        if error:
-            raise error
-        return ticks
-
-    def _parts(self, X, y):
-        if self.is_first and X is None:
-            raise ValueError("the first rank needs the inputs X")
-        if self.is_last and y is None:
-            raise ValueError("the last rank needs the targets y")
-        return split_rows(
-            X if self.is_first else None, y if self.is_last else None, self.num_microbatches
-        )
-
-    @contextmanager
-    def _mail(self, kind: str, X_parts, stage: Stage | None = None) -> Iterator["Mail"]:
-        """Wait in the end until all is sent; on an error see that the group is not used again."""
-        mail = Mail(self, f"of {kind} {self._calls}", X_parts, stage)
-        try:
-            yield mail
+            run_actions(actions, {self.number: stage}, mail, timeline)
             for future in mail.sent:  # each has the limit of its message
                 future.result()
         except BaseException as error:
             errors = [future.exception() for future in mail.sent if future.done()]
             first = next(filter(None, errors), error)  # that of the thread explains ours
-            self.transport.give_up(first)
+            member_of(self.group, self.timeout)[0].transport.give_up(first)
             if first is not error:
                 raise first from error
             raise
 
-    def receive(self, action: Action, words: str) -> torch.Tensor:
-        """Wait for the result of ``action``, of another stage; ``words`` tell the call."""
-        label, src = f"{action.kind} {action.microbatch} {words}", self.ranks[action.stage]
-        return receive(src, label, self.device, self.group, self.timeout)
 
-    def send(self, action: Action, words: str, stage: int, result: torch.Tensor) -> Future:
-        """Let a thread send the result of ``action`` to ``stage``; return its future."""
-        label, dst = f"{action.kind} {action.microbatch} {words}", self.ranks[stage]
-        message, wants_gradient = result.detach(), result.requires_grad
-        check_sendable(message, label)
-        context = copy_context()  # the thread counts bytes where we do
-        options = self.group, self.timeout, wants_gradient
-        return self._sender.submit(context.run, send, message, dst, label, *options)
+class Evaluation:
+    """A stage that only runs forward, and keeps its outputs."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.outputs = module, []
+
+    def forward(self, i: int, X: torch.Tensor) -> torch.Tensor:
+        """Return the output for micro-batch ``i``; one without rows is passed on as it is."""
+        if i == 0 or len(X):
+            X = call(self.module, X)
+            self.outputs.append(X)
+        return X
 
 
 class Mail:
-    """Mail between ranks: waits for what comes, and lets a thread send."""
+    """Mail between ranks: waits for what comes, and lets a thread send.
 
-    def __init__(self, pipeline: DistributedPipeline, words: str, X_parts, stage: Stage | None):
-        self.pipeline, self.words, self.X_parts, self.stage = pipeline, words, X_parts, stage
+    A message's label says what it is and, by ``purpose``, for which call, such as "batch 3".
+    """
+
+    def __init__(self, group, timeout, sender: Sender, device, purpose: str, X_parts=None):
+        self.group, self.timeout, self.sender = group, timeout, sender
+        self.device, self.purpose, self.X_parts = device, purpose, X_parts
+        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.sent: list[Future] = []
+        self.awaited: set[Action] = set()  # backward passes to which a gradient will come
 
     def receive(self, action: Action) -> torch.Tensor | None:
         """Wait for what ``action`` works on: activations or a gradient, None if it needs none."""
-        _, i, kind = action
-        need = source(action, len(self.pipeline.ranks))
-        if kind == "forward" and need is None:
-            return self.X_parts[i].to(self.pipeline.device)
-        if need is None or (kind == "backward" and not self.stage.live[i][1].requires_grad):
+        need = source(action, len(self.ranks))
+        if action.kind == "forward" and need is None:
+            return self.X_parts[action.microbatch].to(self.device)
+        if action.kind == "backward" and action not in self.awaited:
             return None
-        return self.pipeline.receive(need, self.words)
+        src = self.ranks[need.stage]
+        return receive(src, self.label(need), self.device, self.group, self.timeout)
 
     def send(self, action: Action, result: torch.Tensor | None) -> None:
         """Let a thread send the result of ``action`` to the rank that works on it, if any does."""
-        there = target(action, len(self.pipeline.ranks))
-        if there and result is not None:
-            self.sent.append(self.pipeline.send(action, self.words, there.stage, result))
+        there = target(action, len(self.ranks))
+        if there is None or result is None:
+            return
+        if action.kind == "forward" and result.requires_grad:
+            self.awaited.add(action._replace(kind="backward"))
+        message, dst, label = result.detach(), self.ranks[there.stage], self.label(action)
+        check_sendable(message, label)
+        arguments = message, dst, label, self.group, self.timeout, result.requires_grad
+        context = copy_context()  # the thread counts bytes where we do
+        self.sent.append(self.sender.submit(context.run, send, *arguments))
+
+    def label(self, action: Action) -> str:
+        """Return the label of the message with the result of ``action``."""
+        return f"{action.kind} {action.microbatch} of {self.purpose}"
+
+
+def agreed_ticks(schedule, num_microbatches, group, timeout) -> list[list[Action]]:
+    """Make the ticks; raise MismatchError on all ranks unless all make the same."""
+    (member, limit), num_stages = member_of(group, timeout), dist.get_world_size(group)
+    ticks = schedule(num_stages, num_microbatches)
+    check_pipeline(ticks, num_stages, num_microbatches)
+    check_order(ticks, num_stages)
+    digest = blake2b(repr(ticks).encode(), digest_size=4).hexdigest()
+    name = getattr(schedule, "__name__", "schedule")
+    plan = f"pipeline of {num_stages} stages, {name} ({digest}), {num_microbatches} micro-batches"
+    agree(member.transport, 0, plan, 0, limit)
+    return ticks

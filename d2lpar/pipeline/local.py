@@ -1,6 +1,6 @@
 """A model split over devices by layers: first plainly, then as a pipeline, in one process.
 
-``SplitModel`` puts stages on devices and moves what goes from one to the next; autograd moves the
+``SplitModel`` puts stages on devices and moves activations from one to the next; autograd moves the
 gradients back. Only one device works at a time. ``Pipeline`` cuts the batch, too, and follows a
 schedule, so that devices can work at the same time: on GPUs, whose calls return at once. There all
 work is in the default streams: a copy between two GPUs waits for what is queued on both, and both
@@ -9,31 +9,18 @@ builds this file. Source: Huang et al., GPipe (2019), and Kim et al., "torchgpip
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..collectives.lists import is_low_precision
 from ..data_parallel.loss import Count, find_count, shares
 from ..data_parallel.scattering import position
 from ..devices import check_devices, to_device
-from .schedules import (
-    Action,
-    PipelineSchedule,
-    Span,
-    check_pipeline,
-    check_sizes,
-    one_f_one_b,
-    target,
-)
+from .schedules import Action, PipelineSchedule, Span, check_pipeline, one_f_one_b, target
 from .stages import Stage, modules_of, one_tensor
-
-KINDS = MappingProxyType({"forward": "activations", "backward": "gradients"})  # of the ledger
 
 
 class SplitModel(nn.Module):
@@ -69,8 +56,8 @@ class Pipeline(SplitModel):
     ``forward_backward`` does what ``criterion(model(X), y).backward()`` does with the whole model,
     up to rounding, also where the last micro-batches are one row shorter or have none, and for a
     criterion that ignores targets or weighs classes. BatchNorm is the exception: in training it
-    sees a micro-batch at a time, normalises with the mean and variance of that one, and updates
-    its running statistics m times. The call ``pipeline(X)`` is the plain split, for evaluation.
+    normalises each micro-batch with its own mean and variance, and updates its running statistics
+    m times. The call ``pipeline(X)`` is the plain split, for evaluation.
 
     Args:
         stages: modules, as ``cut`` returns; a stage takes one tensor and returns one.
@@ -103,11 +90,11 @@ class Pipeline(SplitModel):
         count: Count | None = None,
     ):
         super().__init__(stages, devices)
-        self.criterion, self.count = on_device(criterion, self.devices[-1]), count
-        self.num_microbatches = num_microbatches
-        self.ticks = make_ticks(schedule, len(self.stages), num_microbatches)
-        require_number(criterion, count)
-        self.recompute = recompute
+        find_count(criterion, count)  # ValueError, unless parts of the loss can be put together
+        self.criterion = on_device(criterion, self.devices[-1])
+        self.num_microbatches, self.recompute, self.count = num_microbatches, recompute, count
+        self.ticks = schedule(len(self.stages), num_microbatches)
+        check_pipeline(self.ticks, len(self.stages), num_microbatches)
         self.timeline: list[Span] | None = None
         self.peak_live: list[int] = []
 
@@ -118,11 +105,12 @@ class Pipeline(SplitModel):
             ValueError: ``X`` and ``y`` differ in rows or have none, or ``X`` requires gradients.
             Exception: what a stage raises, with a note that says which, and in which micro-batch.
         """
-        X_parts, y_parts = split_rows(X, y, self.num_microbatches)
-        losses = Losses(self.criterion, self.count, y_parts)
+        check_batch(X, y)
+        mail = LocalMail(X.tensor_split(self.num_microbatches), self.devices)
+        losses = Losses(self.criterion, self.count, y.tensor_split(self.num_microbatches))
         stages = [Stage(stage, self.recompute) for stage in self.stages]
         stages[-1].finish = losses.of
-        run_actions(chain(*self.ticks), stages, Moves(X_parts, self.devices), self.timeline)
+        run_actions(chain(*self.ticks), stages, mail, self.timeline)
         self.peak_live = [stage.peak for stage in stages]
         return losses.total
 
@@ -140,29 +128,19 @@ def run_actions(
     """
     for action in actions:
         stage, arrived = stages[action.stage], mail.receive(action)
+        run = stage.forward if action.kind == "forward" else stage.backward
         begin = time.perf_counter()
-        with noting(action):
-            if action.kind == "forward":
-                result = stage.forward(action.microbatch, arrived)
-            else:
-                result = stage.backward(action.microbatch, arrived)
+        try:
+            result = run(action.microbatch, arrived)
+        except Exception as error:
+            error.add_note(f"This was the pipeline's {action}.")
+            raise
         if timeline is not None:
             timeline.append(Span(*action, begin, time.perf_counter()))
         mail.send(action, result)
 
 
-@contextmanager
-def noting(action: Action) -> Iterator[None]:
-    """Add to an exception in which action of the pipeline it was raised."""
-    try:
-        yield
-    except Exception as error:
-        s, i, kind = action
-        error.add_note(f"This was the pipeline's {kind} of micro-batch {i} on stage {s}.")
-        raise
-
-
-class Moves:
+class LocalMail:
     """Mail between stages of one process: what is sent is moved to the stage's device."""
 
     def __init__(self, X_parts: Sequence[torch.Tensor], devices: Sequence[torch.device]):
@@ -179,11 +157,10 @@ class Moves:
     def send(self, action: Action, result: torch.Tensor | None) -> None:
         """Move the result of ``action`` to the stage that works on it, if there is one."""
         there = target(action, len(self.devices))
-        if there is None or result is None:
-            return
-        device = self.devices[there.stage]
-        arrived = to_device(result.detach(), device, action.stage, there.stage)
-        self.arrived[there] = arrived.requires_grad_(result.requires_grad)
+        if there and result is not None:
+            device = self.devices[there.stage]
+            arrived = to_device(result.detach(), device, action.stage, there.stage)
+            self.arrived[there] = arrived.requires_grad_(result.requires_grad)
 
 
 class Losses:
@@ -194,8 +171,9 @@ class Losses:
     """
 
     def __init__(self, criterion: Callable, count: Count | None, y_parts: Sequence[torch.Tensor]):
-        self.y_parts, self.total = y_parts, 0.0  # total: the loss of the batch, detached
+        self.y_parts = y_parts
         self.criterion, self.weights = shares(criterion, count, [(y,) for y in y_parts if len(y)])
+        self.total = torch.zeros(())  # of the batch, detached; of 16-bit losses it is a float32
 
     def of(self, i: int, output: torch.Tensor) -> torch.Tensor:
         """Return the weighted loss of micro-batch ``i``, whose output this is."""
@@ -205,19 +183,13 @@ class Losses:
                 f"micro-batch {i} has {len(output)} rows of outputs, but {len(y)} targets: X and y "
                 "must be of one batch, and every stage must keep the rows"
             )
-        if i in self.weights:
-            loss = self.criterion(output, y) * self.weights[i]
-        else:  # it has no targets, or all are ignored
-            loss = output.reshape(-1)[:0].sum()  # 0, also of infinite logits
+        if i not in self.weights:  # it has no rows, or all its targets are ignored
+            return output.new_zeros(())
+        loss = self.criterion(output, y) * self.weights[i]
         if loss.dim():
             raise ValueError(f"the criterion returns shape {list(loss.shape)}, and no number")
-        self.total = self.total + loss.detach().to(wide(loss.dtype))
+        self.total = self.total + loss.detach()
         return loss
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to add up losses of ``dtype``."""
-    return torch.float32 if is_low_precision(dtype) else dtype
 
 
 def on_device(criterion: Callable, device: torch.device) -> Callable:
@@ -225,39 +197,15 @@ def on_device(criterion: Callable, device: torch.device) -> Callable:
     return criterion.to(device) if isinstance(criterion, nn.Module) else criterion
 
 
-def make_ticks(schedule: PipelineSchedule, num_stages: int, num_microbatches: int) -> list[list]:
-    """Return the ticks of a schedule, checked; raise ValueError or TypeError for what is none."""
-    check_sizes(num_stages, num_microbatches)
-    if not callable(schedule):
-        raise TypeError(f"schedule must be a function such as gpipe, not {schedule!r}")
-    ticks = schedule(num_stages, num_microbatches)
-    check_pipeline(ticks, num_stages, num_microbatches)
-    return ticks
-
-
-def require_number(criterion: Callable, count: Count | None) -> None:
-    """Raise ValueError for a criterion whose parts do not add up to one number."""
-    if getattr(criterion, "reduction", None) == "none":
-        raise ValueError('a criterion with reduction "none" gives no number to go backward from')
-    find_count(criterion, count)
-
-
-def split_rows(
-    X: torch.Tensor, y: torch.Tensor, num_microbatches: int
-) -> tuple[Sequence, Sequence]:
-    """Cut a batch into micro-batches that differ by at most one row: (parts of X, parts of y).
-
-    Of fewer rows than micro-batches the last parts are empty. Raises ValueError where there are
-    none; one of the two may be None, and is left so.
-    """
+def check_batch(X: torch.Tensor | None, y: torch.Tensor | None) -> None:
+    """Raise ValueError for a batch that cannot be cut; a rank may have only a part of it."""
     if X is not None and y is not None and X.shape[:1] != y.shape[:1]:
         raise ValueError(f"X has shape {list(X.shape)}, but y has shape {list(y.shape)}")
     for rows in (X, y):
-        if rows is not None and (not rows.dim() or not len(rows)):
+        if rows is not None and not (rows.dim() and len(rows)):
             raise ValueError(f"a batch of shape {list(rows.shape)} has no rows to cut")
     if X is not None and X.requires_grad:
         raise ValueError(
             "X requires gradients, and they would end at the first stage: put what made X into "
             "that stage, or pass X.detach()"
         )
-    return tuple(None if rows is None else rows.tensor_split(num_microbatches) for rows in (X, y))

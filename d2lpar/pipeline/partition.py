@@ -1,11 +1,12 @@
-"""A model cut into stages: lists of layers, divided so that the largest is as small as can be.
+"""A model cut into stages: lists of layers, divided so that the largest is as small as possible.
 
-What a layer costs is its number, its parameters or its measured time. Notebook 06 builds this file.
+What a layer costs is 1, its parameters or its measured time. Notebook 06 uses this file.
 Source: Huang et al., GPipe (2019), which balances the computation of the stages.
 """
 
 from collections.abc import Sequence
-from functools import cache, partial
+from copy import deepcopy
+from functools import cache
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
@@ -14,9 +15,22 @@ import torch
 from torch import nn
 
 from ..devices import num_bytes
-from .stages import modules_of, writes_to_its_input
+from ..guards import checked
+from .stages import call, modules_of
 
 
+def _check_cut(model, num_stages, by="count", X=None) -> None:
+    num_layers = len(modules_of(model, "the model"))
+    if isinstance(by, str):
+        if by not in ("count", "parameters", "time"):
+            raise ValueError(f'by is {by!r}, which is none of "count", "parameters", "time"')
+        if by == "time" and X is None:
+            raise ValueError('to cut by "time", pass a micro-batch X')
+    elif len(by) != num_layers:
+        raise ValueError(f"there are {len(by)} costs for {num_layers} layers")
+
+
+@checked(_check_cut)
 def cut(
     model: nn.Sequential | Sequence[nn.Module],
     num_stages: int,
@@ -25,7 +39,7 @@ def cut(
 ) -> list[nn.Sequential]:
     """Cut a model into stages of consecutive layers, the largest as small as possible.
 
-    The stages hold the model's own layers, not copies.
+    The stages hold the model's own layers, not copies. A parameter must not be in two stages.
 
     Args:
         model: an ``nn.Sequential`` or a list of modules, each called with what the last returned.
@@ -33,18 +47,24 @@ def cut(
         by: what is to be balanced: the "count" of layers, their "parameters" (bytes), the "time" of
             their forward and backward pass, measured with ``X``, or a list of a cost for each.
         X: a micro-batch, for "time".
-
-    Raises:
-        ValueError: there are fewer layers than stages, a cost is negative, ``by`` is unknown,
-            "time" has no ``X``, or a parameter is in two stages.
-        TypeError: ``model`` is a module of another kind, or holds what is no module.
     """
-    layers = modules_of(model, "the model")
-    costs = _costs(layers, by, X)
+    layers, costs = modules_of(model, "the model"), by
+    if by == "count":
+        costs = [1] * len(layers)
+    elif by == "parameters":
+        costs = [sum(map(num_bytes, layer.parameters())) for layer in layers]
+    elif by == "time":
+        costs = layer_seconds(layers, X)
     stages, begin = [], 0
     for size in balance(costs, num_stages):
         stages.append(nn.Sequential(*layers[begin : begin + size]))
         begin += size
+    check_owners(stages)
+    return stages
+
+
+def check_owners(stages: list[nn.Sequential]) -> None:
+    """Raise ValueError if a parameter is in two stages."""
     owners = {}
     for s, stage in enumerate(stages):
         for name, param in stage.named_parameters():
@@ -53,49 +73,33 @@ def cut(
                     f"stages {owners[param]} and {s} share a parameter ({name} of stage {s}): "
                     "layers that do must be in one stage"
                 )
-    return stages
 
 
+def _check_balance(costs, num_parts) -> None:
+    if not 1 <= num_parts <= len(costs):
+        raise ValueError(f"{len(costs)} layers cannot be cut into {num_parts} stages")
+
+
+@checked(_check_balance)
 def balance(costs: Sequence[float], num_parts: int) -> list[int]:
     """Divide a list into consecutive parts, so that the largest sum of a part is smallest.
 
-    Returns how many elements each part has, at least 1. Raises ValueError for fewer elements than
-    parts and for costs that are negative.
+    Returns how many elements each part has, at least 1.
     """
-    if type(num_parts) is not int or num_parts < 1:
-        raise ValueError(f"the number of stages must be a positive int, not {num_parts!r}")
-    if len(costs) < num_parts:
-        raise ValueError(f"{len(costs)} layers cannot be cut into {num_parts} stages")
-    if not all(cost >= 0 for cost in costs):
-        raise ValueError(f"costs must not be negative: {list(costs)}")
     ends = [0, *accumulate(costs)]
 
     @cache
-    def divide(n: int, parts: int) -> tuple[float, tuple[int, ...]]:
+    def divide(n: int, parts: int) -> tuple[float, list[int]]:
         """Return (largest sum, sizes) of the first ``n`` elements, divided into ``parts``."""
         if parts == 1:
-            return ends[n], (n,)
-        ways = [(divide(j, parts - 1), j) for j in range(n - 1, parts - 2, -1)]
-        (largest, sizes), j = min(ways, key=lambda way: max(way[0][0], ends[n] - ends[way[1]]))
-        return max(largest, ends[n] - ends[j]), (*sizes, n - j)
+            return ends[n], [n]
+        ways = []
+        for j in range(n - 1, parts - 2, -1):  # where the last part begins
+            largest, sizes = divide(j, parts - 1)
+            ways.append((max(largest, ends[n] - ends[j]), [*sizes, n - j]))
+        return min(ways, key=lambda way: way[0])
 
-    return list(divide(len(costs), num_parts)[1])
-
-
-def _costs(layers: list[nn.Module], by: str | Sequence[float], X) -> Sequence[float]:
-    if by == "count":
-        return [1] * len(layers)
-    if by == "parameters":
-        return [sum(map(num_bytes, layer.parameters())) for layer in layers]
-    if by == "time":
-        if X is None:
-            raise ValueError('to cut by "time", pass a micro-batch X')
-        return layer_seconds(layers, X)
-    if isinstance(by, str):
-        raise ValueError(f'by is {by!r}, which is none of "count", "parameters", "time"')
-    if len(by) != len(layers):
-        raise ValueError(f"there are {len(by)} costs for {len(layers)} layers")
-    return by
+    return divide(len(costs), num_parts)[1]
 
 
 def layer_seconds(layers: Sequence[nn.Module], X: torch.Tensor, rounds: int = 10) -> list[float]:
@@ -103,38 +107,24 @@ def layer_seconds(layers: Sequence[nn.Module], X: torch.Tensor, rounds: int = 10
 
     Leaves gradients, buffers and random numbers as they are. ``X`` is the first layer's input.
     """
-    seconds, wants_gradient = [], False  # the first layer's input needs none
-    for layer in layers:
-        state = {name: buffer.clone() for name, buffer in layer.named_buffers()}
-        grads = [param.grad for param in layer.parameters()]
-        times = []
-        try:
-            with torch.enable_grad(), torch.random.fork_rng([X.device] if X.is_cuda else []):
-                for _ in range(2 + rounds):  # the first ones warm up
-                    time, output = _time_layer(layer, X, wants_gradient)
-                    times.append(time)
-        finally:
-            for name, buffer in layer.named_buffers():
-                buffer.copy_(state[name])
-            for param, grad in zip(layer.parameters(), grads, strict=True):
-                param.grad = grad
-        seconds.append(median(times[2:]))
-        X, wants_gradient = output, output.is_floating_point()
+    seconds, X = [], X.detach()  # no gradient is needed for the first layer's input
+    with torch.enable_grad(), torch.random.fork_rng([X.device] if X.is_cuda else []):
+        for layer in map(deepcopy, layers):
+            times = []
+            for _ in range(2 + rounds):  # the first ones warm up
+                layer.zero_grad()
+                own = X.detach().clone().requires_grad_(X.requires_grad)
+                begin = _time_when_done(X.device)
+                output = call(layer, own)
+                if output.requires_grad:
+                    output.backward(torch.ones_like(output))
+                times.append(_time_when_done(X.device) - begin)
+            seconds.append(median(times[2:]))
+            X = output.detach().requires_grad_(output.is_floating_point())
     return seconds
 
 
-def _time_layer(
-    layer: nn.Module, X: torch.Tensor, wants_gradient: bool
-) -> tuple[float, torch.Tensor]:
-    """Return the seconds of one forward and backward pass, and the output."""
-    for param in layer.parameters():
-        param.grad = None
-    wait = partial(torch.cuda.synchronize, X.device) if X.is_cuda else int
-    entry = X.detach().clone().requires_grad_(wants_gradient)
-    wait()
-    begin = perf_counter()
-    output = layer(entry.clone() if writes_to_its_input(layer) else entry)
-    if output.requires_grad:
-        output.backward(torch.ones_like(output))
-    wait()
-    return perf_counter() - begin, output.detach()
+def _time_when_done(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()

@@ -1,9 +1,9 @@
 """Pipelines as data: which stage does what with which micro-batch, and when.
 
 A model is cut into stages, one per device, and a batch into micro-batches. A pipeline schedule is a
-function ``(num_stages, num_microbatches) -> ticks``. The ticks come one after the other; the
-actions of one tick happen at the same time. The same list is run on devices (``pipeline``) and by
-ranks (``distributed_pipeline``), walked with a clock (``predict``) and drawn (``plot.pipeline``).
+function ``(num_stages, num_microbatches) -> ticks``. Ticks follow each other; the actions of one
+tick happen at the same time. The same list runs on devices (``local``) and between ranks
+(``distributed``), is timed (``predict``) and drawn (``plot.pipeline``).
 
 Notebook 06 builds this file. Sources: Huang et al., "GPipe: Efficient Training of Giant Neural
 Networks using Pipeline Parallelism" (2019); one forward, one backward is that of Narayanan et al.,
@@ -12,8 +12,10 @@ Networks using Pipeline Parallelism" (2019); one forward, one backward is that o
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
+
+from ..guards import checked
 
 
 class Action(NamedTuple):
@@ -25,6 +27,9 @@ class Action(NamedTuple):
     stage: int
     microbatch: int
     kind: str
+
+    def __str__(self):
+        return f"{self.kind} of micro-batch {self.microbatch} on stage {self.stage}"
 
 
 class Span(NamedTuple):
@@ -108,15 +113,18 @@ def check_pipeline(ticks: list[list[Action]], num_stages: int, num_microbatches:
     in a tick, and each action comes after those that it needs.
 
     Raises:
-        ValueError: naming the first action, or the tick, of which this does not hold.
+        ValueError: naming the first action of which this does not hold.
     """
-    done = {}  # action -> its tick
+    everything = product(range(num_stages), range(num_microbatches), ("forward", "backward"))
+    wanted, done = [Action(*action) for action in everything], {}  # done: action -> its tick
     for tick, actions in enumerate(ticks):
         busy = [action.stage for action in actions]
         for action in actions:
-            _check_action(action, num_stages, num_microbatches)
+            if action not in wanted:
+                sizes = f"{num_stages} stages and {num_microbatches} micro-batches"
+                raise ValueError(f"{action!r} is no action of {sizes}")
             if action in done:
-                raise ValueError(f"tick {tick}: {_words(action)} was done in tick {done[action]}")
+                raise ValueError(f"tick {tick}: {action} was done in tick {done[action]}")
             if busy.count(action.stage) > 1:
                 raise ValueError(f"tick {tick}: stage {action.stage} has two actions")
             needs = [source(action, num_stages)]
@@ -124,57 +132,31 @@ def check_pipeline(ticks: list[list[Action]], num_stages: int, num_microbatches:
                 needs.append(action._replace(kind="forward"))
             for need in filter(None, needs):
                 if need not in done:
-                    raise ValueError(f"tick {tick}: {_words(action)} comes before {_words(need)}")
+                    raise ValueError(f"tick {tick}: {action} comes before {need}")
         done |= dict.fromkeys(actions, tick)
-    for s in range(num_stages):
-        for i in range(num_microbatches):
-            for kind in ("forward", "backward"):
-                if (s, i, kind) not in done:
-                    raise ValueError(f"{_words(Action(s, i, kind))} is missing")
+    for action in wanted:
+        if action not in done:
+            raise ValueError(f"{action} is missing")
 
 
 def check_order(ticks: list[list[Action]], num_stages: int) -> None:
-    """Check that between two stages micro-batches are worked on in the order of their sending.
-
-    Raises:
-        ValueError: naming the stage that does not.
-    """
-    for stage in range(num_stages):
-        for kind in ("forward", "backward"):
-            own = [a for a in own_actions(ticks, stage) if a.kind == kind]
-            there = target(own[0], num_stages)
-            if there:
-                later = [a for a in own_actions(ticks, there.stage) if a.kind == kind]
-                if [a.microbatch for a in own] != [a.microbatch for a in later]:
-                    raise ValueError(
-                        f"stage {there.stage} goes {kind} with micro-batches in another order than "
-                        f"stage {stage}, which sends them"
-                    )
+    """Check that neighbours work on micro-batches in the same order: messages arrive in order."""
+    order = defaultdict(list)
+    for stage, microbatch, kind in chain(*ticks):
+        order[kind, stage].append(microbatch)
+    for kind, s in product(("forward", "backward"), range(num_stages - 1)):
+        if order[kind, s] != order[kind, s + 1]:
+            raise ValueError(f"stages {s} and {s + 1} go {kind} with micro-batches in two orders")
 
 
-def _check_action(action: Action, num_stages: int, num_microbatches: int) -> None:
-    s, i, kind = action
-    if not (0 <= s < num_stages and 0 <= i < num_microbatches) or kind not in (
-        "forward",
-        "backward",
-    ):
-        raise ValueError(
-            f'{action} is no action, "forward" or "backward", of {num_stages} stages and '
-            f"{num_microbatches} micro-batches"
-        )
+def _check_predict(ticks, forward=1.0, backward=2.0, transfer=0.0) -> None:
+    num_stages = len({action.stage for action in chain(*ticks)})
+    for kind, times in {"forward": forward, "backward": backward}.items():
+        if isinstance(times, Sequence) and len(times) != num_stages:
+            raise ValueError(f"{kind} has {len(times)} times for {num_stages} stages")
 
 
-def _words(action: Action) -> str:
-    return f"{action.kind} of micro-batch {action.microbatch} on stage {action.stage}"
-
-
-def check_sizes(num_stages: int, num_microbatches: int) -> None:
-    """Raise ValueError unless both numbers are positive ints."""
-    for name, number in {"stages": num_stages, "micro-batches": num_microbatches}.items():
-        if type(number) is not int or number < 1:
-            raise ValueError(f"the number of {name} must be a positive int, not {number!r}")
-
-
+@checked(_check_predict)
 def predict(
     ticks: list[list[Action]],
     forward: float | Sequence[float] = 1.0,
@@ -188,24 +170,21 @@ def predict(
 
     Args:
         ticks: see ``gpipe``.
-        forward: seconds of a forward pass of one micro-batch, of every stage or a list of each.
+        forward: seconds of a forward pass of one micro-batch, for all stages or a list for each.
         backward: the same for a backward pass, which takes about twice as long.
-        transfer: seconds from the end of an action to the moment when the next stage has its
-            result; the sender does not wait.
+        transfer: seconds from the end of an action until the next stage has its result; the sender
+            does not wait.
     """
-    num_stages = 1 + max((action.stage for action in chain(*ticks)), default=-1)
+    num_stages = len({action.stage for action in chain(*ticks)})
     seconds = {
-        kind: [times] * num_stages if isinstance(times, (int, float)) else list(times)
+        kind: times if isinstance(times, Sequence) else [times] * num_stages
         for kind, times in {"forward": forward, "backward": backward}.items()
     }
-    for kind, times in seconds.items():
-        if len(times) != num_stages:
-            raise ValueError(f"{kind} has {len(times)} times for {num_stages} stages")
     free, ends, spans = [0.0] * num_stages, {}, []
     for action in chain(*ticks):
         need = source(action, num_stages)
-        there = ends[need] + transfer if need else 0.0
-        start = max(free[action.stage], there)
+        arrives = ends[need] + transfer if need else 0.0
+        start = max(free[action.stage], arrives)
         end = start + seconds[action.kind][action.stage]
         free[action.stage] = ends[action] = end
         spans.append(Span(*action, start, end))

@@ -1,15 +1,15 @@
 """What a stage of a pipeline does with a micro-batch.
 
-It makes the forward and the backward pass of its layers, apart from each other and from those of
-the other stages, as the executors of a pipeline ask for it. Notebook 06 builds this file.
+Its forward and its backward pass are apart, from each other and from those of other stages, so that
+a schedule may put them in any possible order. Notebook 06 builds this file.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 
@@ -44,10 +44,9 @@ class Stage:
         return output.detach().requires_grad_(output.requires_grad)
 
     def backward(self, i: int, grad: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Go backward with micro-batch ``i``; return the gradient of its input, if it wants one.
+        """Run backward on micro-batch ``i``; return the gradient of its input, if it wants one.
 
-        ``grad`` is the gradient of the output; a loss has none. The gradients of the parameters are
-        added to, and the micro-batch is forgotten.
+        ``grad`` is the gradient of the output; a loss has none. Parameters' gradients are added up.
         """
         X, output = self.live.pop(i)
         if output.requires_grad:
@@ -58,23 +57,33 @@ class Stage:
 def call(module: nn.Module, X: torch.Tensor, recompute: bool = False) -> torch.Tensor:
     """Call a stage's layers.
 
-    With ``recompute`` autograd keeps only ``X``, and the backward pass begins with the forward pass
-    once more, with the same random numbers and buffers: Chen et al., "Training Deep Nets with
-    Sublinear Memory Cost" (2016). BatchNorm's running statistics are updated once.
+    With ``recompute`` autograd keeps only ``X``, and the backward pass begins with a second forward
+    pass, with the same random numbers and buffers: Chen et al., "Training Deep Nets with Sublinear
+    Memory Cost" (2016). BatchNorm's running statistics are updated once.
 
-    Where a layer works in place (its ``inplace`` is True), the first one gets a copy of ``X``. One
+    If a layer works in place (its ``inplace`` is True), the layers get a copy of ``X``. A layer
     that writes to its input without saying so must not come first.
 
     Raises:
         TypeError: the layers return anything but one tensor.
     """
-    function = (lambda X: module(X.clone())) if writes_to_its_input(module) else module
-    if recompute:
-        contexts = partial(_contexts, module)
-        output = checkpoint(function, X, use_reentrant=False, context_fn=contexts)
-    else:
-        output = function(X)
-    return one_tensor(output)
+    passes = [module]
+    if recompute:  # the second pass works on copies of the buffers, as they are now
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        passes.append(partial(functional_call, module, buffers))
+
+    def forward(X: torch.Tensor) -> torch.Tensor:
+        return passes.pop(0)(X.clone() if works_in_place(module) else X)
+
+    return one_tensor(checkpoint(forward, X, use_reentrant=False) if recompute else forward(X))
+
+
+def works_in_place(module: nn.Module) -> bool:
+    """Tell whether a layer works in place, as ReLU(inplace=True) does: perhaps the first one.
+
+    It must not write to what another stage has sent: that one's backward pass may need it.
+    """
+    return any(getattr(part, "inplace", False) for part in module.modules())
 
 
 def one_tensor(output) -> torch.Tensor:
@@ -88,45 +97,10 @@ def one_tensor(output) -> torch.Tensor:
 
 
 def modules_of(parts: nn.Sequential | Sequence[nn.Module], name: str) -> list[nn.Module]:
-    """Return the parts of a model as a list; raise TypeError for what is no list of modules."""
+    """Return the parts of a model as a list; raise TypeError for a model that is no list."""
     if isinstance(parts, nn.Module) and not isinstance(parts, (nn.Sequential, nn.ModuleList)):
         raise TypeError(
             f"{name} must be an nn.Sequential or a list of modules, not a {type(parts).__name__}: "
             "only its forward knows which layer is called after which"
         )
-    parts = list(parts)
-    for i, part in enumerate(parts):
-        if not isinstance(part, nn.Module):
-            raise TypeError(f"{name}[{i}] is not a module: {part!r}")
-    return parts
-
-
-def writes_to_its_input(module: nn.Module) -> bool:
-    """Tell whether a layer works in place, as ReLU(inplace=True) does: perhaps the first one.
-
-    It must not write to what another stage has sent: that one's backward pass may need it.
-    """
-    return any(getattr(part, "inplace", False) for part in module.modules())
-
-
-def _contexts(module: nn.Module) -> tuple:
-    """Return what surrounds the two forward passes; called before the first."""
-    copies = [
-        (part, name, buffer.clone())
-        for part in module.modules()
-        for name, buffer in part.named_buffers("", False)
-    ]
-    return nullcontext(), _with_buffers(copies)
-
-
-@contextmanager
-def _with_buffers(copies: list[tuple]) -> Iterator[None]:
-    """Let a module work on copies of its buffers, such as BatchNorm's statistics."""
-    own = [(part, name, getattr(part, name)) for part, name, _ in copies]
-    for part, name, buffer in copies:
-        setattr(part, name, buffer)
-    try:
-        yield
-    finally:
-        for part, name, buffer in own:
-            setattr(part, name, buffer)
+    return list(nn.ModuleList(parts))  # which refuses what is no module

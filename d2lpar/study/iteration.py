@@ -5,7 +5,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -19,6 +19,7 @@ from ..data_parallel.loss import DataParallelCriterion, put_together, shares
 from ..data_parallel.replicas import DataParallel, DataParallelModel, parallel_apply, replicate
 from ..data_parallel.scattering import gather, position, scatter, tensors_of
 from ..devices import check_devices, count_bytes, num_bytes, to_device
+from ..guards import checked
 from ..ranks.launcher import launch
 from .memory import peak_memory, saved_memory
 
@@ -31,6 +32,14 @@ class Step(NamedTuple):
     busy: tuple[int, ...] = ()  # positions
 
 
+def _check(form, module, criterion, X, y, devices) -> None:
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}, which is none of {', '.join(FORMS)}")
+    if len(X) < len(devices):
+        raise ValueError(f"{len(X)} rows are too few for {len(devices)} devices")
+
+
+@checked(_check)
 def trace(
     form: str,
     module: nn.Module,
@@ -53,13 +62,13 @@ def trace(
         y: their targets.
         devices: one per replica.
     """
-    _check(form, X, devices)
     devices, everyone = check_devices(devices), tuple(range(len(devices)))
     module, criterion, X, y = deepcopy(module), deepcopy(criterion), X.detach(), y.detach()
     if form == "DDP":
-        sent = _run_ranks(module, criterion, X, y, len(devices))
+        shards = scatter((X.cpu(), y.cpu()), ["cpu"] * len(devices))
+        sent = launch(_run_rank, len(devices), module.cpu(), criterion.cpu(), shards)
         computing = [Step(name, {}, everyone) for name in ("forward", "loss", "backward")]
-        return [*computing, Step("allreduce the gradients", sent)]
+        return [*computing, Step("allreduce the gradients", sum(sent, Counter()))]
     steps, before = [], Counter()
     with count_bytes() as ledger:
         for name, busy in FORMS[form](module, criterion, X, y, devices):
@@ -117,21 +126,11 @@ def _backward(replicas, outputs, gradients) -> Iterator[tuple[str, int]]:
 FORMS = {"DataParallel": data_parallel_steps, "balanced": balanced_steps, "DDP": None}
 
 
-def loss_of(
-    form: str, module: nn.Module, criterion: nn.Module, devices: list[torch.device]
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the function (X, y) -> loss of a form that runs in one process."""
+def loss_of(form: str, module, criterion, X, y, devices: list[torch.device]) -> torch.Tensor:
+    """Return the loss of a form that runs in one process."""
     if form == "DataParallel":
-        model = DataParallel(module, devices)
-        return lambda X, y: criterion(model(X), y.to(devices[0]))
-    model = DataParallelModel(module, devices)
-    parallel_criterion = DataParallelCriterion(criterion, devices)
-    return lambda X, y: parallel_criterion(model(X), y)
-
-
-def _run_ranks(module, criterion, X, y, k: int) -> Counter:
-    shards = scatter((X.cpu(), y.cpu()), ["cpu"] * k)
-    return sum(launch(_run_rank, k, module.cpu(), criterion.cpu(), shards), Counter())
+        return criterion(DataParallel(module, devices)(X), y.to(devices[0]))
+    return DataParallelCriterion(criterion, devices)(DataParallelModel(module, devices)(X), y)
 
 
 def _run_rank(rank: int, world_size: int, module, criterion, shards) -> Counter:
@@ -149,6 +148,7 @@ class Memory(NamedTuple):
     method: str
 
 
+@checked(_check)
 def memory_of(
     form: str,
     module: nn.Module,
@@ -159,12 +159,11 @@ def memory_of(
 ) -> Memory:
     """Return what an iteration of ``form`` holds on each device; the arguments are ``trace``'s.
 
-    On GPUs, one a position, it is the peak that the allocator of each reports. On virtual devices
+    On GPUs, one per position, it is the peak that the allocator of each reports. On virtual devices
     it is counted for each position: parameters with buffers; gradients, of parameters and of
     outputs; outputs; and activations, which is what else autograd saves for the backward pass. That
     is an upper bound, since not all of it is there at the same time.
     """
-    _check(form, X, devices)
     module, devices, X = deepcopy(module), check_devices(devices), X.detach()
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
         return Memory(_measure(form, module, criterion, X, y, devices), "peak of the allocator")
@@ -172,39 +171,39 @@ def memory_of(
 
 
 def _measure(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
-    if form == "DDP":  # each rank for itself: the others are not seen
-        parts = [
-            ([device], *part)
-            for device, part in zip(devices, scatter((X, y), devices), strict=True)
-        ]
-    else:
-        parts = [(devices, X, y)] * len(devices)
-
-    def run(devices, X, y):
-        own = [deepcopy(part).to(devices[0]) for part in (module, criterion)]
-        loss_of("balanced" if form == "DDP" else form, *own, devices)(X, y).backward()
+    def run(X, y, devices):
+        own = (deepcopy(part).to(devices[0]) for part in (module, criterion))
+        loss_of(form, *own, X, y, devices).backward()
 
     peaks = []
-    for device, part in zip(devices, parts, strict=True):
+    for i, device in enumerate(devices):
+        part = X, y, devices
+        if form == "DDP":  # each rank for itself: the others are not seen
+            part = *scatter((X, y), devices)[i], [device]
         run(*part)  # what a library allocates once, and keeps, is there from now on
         peaks.append({"in all": peak_memory(partial(run, *part), device)})
     return peaks
 
 
 def _count(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
-    parameters = _bytes_of([*module.parameters(), *module.buffers()])
+    state = [*module.parameters(), *module.buffers()]
     gradients = _bytes_of([param for param in module.parameters() if param.requires_grad])
-    replicas, shards = replicate(module, devices), scatter((X, y), devices)
-    held, outputs = [], []
-    for replica, (X_shard, y_shard) in zip(replicas, shards, strict=True):
-        X_shard = X_shard.clone()  # not a view of the whole batch
-        state = [*replica.parameters(), *replica.buffers()]
-        output, saved = saved_memory(partial(replica, X_shard), state)
-        outputs.append(output)
-        held.append({"parameters": parameters, "gradients": gradients + _bytes_of(output)})
-        held[-1] |= {"outputs": _bytes_of(output), "activations": saved}
+    outputs, held = [], []
+    shards = scatter((X, y), devices)
+    for replica, (X_shard, y_shard) in zip(replicate(module, devices), shards, strict=True):
+        forward = partial(replica, X_shard.clone())  # a copy: not a view of the whole batch
+        output, saved = saved_memory(forward, [*replica.parameters(), *replica.buffers()])
         if form != "DataParallel":
-            held[-1]["activations"] += _saved_by_loss(criterion, output, y_shard)
+            saved += _saved_by_loss(criterion, output, y_shard)
+        held.append(
+            {
+                "parameters": _bytes_of(state),
+                "gradients": gradients + _bytes_of(output),
+                "outputs": _bytes_of(output),
+                "activations": saved,
+            }
+        )
+        outputs.append(output)
     if form == "DataParallel":
         whole = gather(outputs, devices[0])
         held[0]["activations"] += _saved_by_loss(criterion, whole, y)
@@ -223,10 +222,3 @@ def _saved_by_loss(criterion, output, y) -> int:
 
 def _bytes_of(tree) -> int:
     return sum(map(num_bytes, tensors_of(tree)))
-
-
-def _check(form: str, X: torch.Tensor, devices: Sequence[torch.device]) -> None:
-    if form not in FORMS:
-        raise ValueError(f"form is {form!r}, which is none of {', '.join(FORMS)}")
-    if len(X) < len(devices):
-        raise ValueError(f"{len(X)} rows are too few for {len(devices)} devices")

@@ -1,11 +1,11 @@
-"""How much memory tensors take: at the peak of a computation, and for the sake of backward.
+"""How much memory tensors take: at the peak of a computation, and saved for backward.
 
 On a GPU torch's allocator keeps count. On a CPU nothing does, so ``peak_memory`` looks at every
 operation and counts what it returns. Notebook 04 uses this file.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -48,18 +48,19 @@ class _LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """Do the operation, then count the storages that are new."""
         for tensor in tensors_of([args, kwargs or {}]):
-            self._note(tensor, new=False)
+            self._note(tensor, made_here=False)
         result = function(*args, **(kwargs or {}))
         for tensor in tensors_of([result]):
-            self._note(tensor, new=True)
+            self._note(tensor, made_here=True)
         return result
 
-    def _note(self, tensor: torch.Tensor, new: bool) -> None:
+    def _note(self, tensor: torch.Tensor, made_here: bool) -> None:
         if tensor.layout != torch.strided or tensor.device != self.device:
             return
         storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes() * new
+        key = storage._cdata
         if key not in self._known:
+            nbytes = storage.nbytes() if made_here else 0
             self.live += nbytes
             self.peak = max(self.peak, self.live)
             self._known[key] = weakref.finalize(storage, self._forget, key, nbytes)
@@ -83,21 +84,23 @@ def saved_memory(
     A storage is counted once, and not at all if it is that of a tensor in ``without`` or of the
     result: what is kept anyway.
     """
-    saved = {}
+    saved = {}  # the memory of a tensor -> bytes
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
-        else:
-            saved[tensor] = num_bytes(tensor)
+        place, nbytes = _memory_of(tensor)
+        saved[place] = nbytes
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function()
     for tensor in [*without, *tensors_of(result)]:
-        if tensor.layout != torch.strided:
-            saved.pop(tensor, None)
-            continue
-        saved.pop(tensor.untyped_storage().data_ptr(), None)
+        saved.pop(_memory_of(tensor)[0], None)
     return result, sum(saved.values())
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Hashable, int]:
+    """Return what is the same for all views of a tensor, and the bytes of the whole storage."""
+    if tensor.layout != torch.strided:
+        return tensor, num_bytes(tensor)
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()

@@ -1,7 +1,7 @@
 """The methods of this book side by side: one network, one batch, and a step of each method.
 
 What is exact is counted: bytes and messages sent, memory held and at the peak, the loss after ten
-steps. Times are taken of all methods in turn, in another order in each round, within one launch: a
+steps. All methods are timed in turn, in another order in each round, within one launch: a
 disturbance of the machine then hits all alike, and the ratio within a round means something.
 Notebook 09 uses this file.
 """
@@ -10,9 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -26,6 +24,7 @@ from ..collectives.schedules import ring, star
 from ..data_parallel.ddp import DistributedDataParallel
 from ..data_parallel.replicas import DataParallel
 from ..devices import count_bytes
+from ..guards import checked
 from ..mixed_precision import autocast
 from ..models import lenet_layers
 from ..network import channels_last
@@ -66,6 +65,14 @@ class Counts(NamedTuple):
     peak: int | None  # bytes of all tensors at most; None: they are made in threads, and not seen
 
 
+def _check_make(name, X, y, region=None) -> None:
+    if name not in (*METHODS, EACH):
+        raise ValueError(f"there is no method {name!r}, but {', '.join(METHODS)}")
+    if len(X) % dist.get_world_size():
+        raise ValueError(f"{len(X)} rows cannot be split evenly over {dist.get_world_size()} ranks")
+
+
+@checked(_check_make)
 def make(
     name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = None
 ) -> Method | None:
@@ -79,75 +86,62 @@ def make(
             number, since DDP takes the mean over ranks.
         y: their classes (n,).
         region: in which forward passes compute; None: float32.
-
-    Raises:
-        ValueError: there is no such method, or ``X`` has other rows.
     """
     rank, k = dist.get_rank(), dist.get_world_size()
-    if name not in (*METHODS, EACH):
-        raise ValueError(f"there is no method {name!r}, but {', '.join(METHODS)}")
-    if len(X) % k:
-        raise ValueError(f"{len(X)} rows cannot be split evenly over {k} ranks")
     if name in ALONE and rank:
         return None
+    region = region or autocast(enabled=False)
+    model = _wrap(name, _lenet(), X, rank, k)
+    if "DDP" in name:
+        X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
+    if name == "pipeline":
+        model.forward = region(model.forward)
+        pipeline = DistributedPipeline(model, _loss, MICROBATCHES, count=len)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def forward_backward() -> torch.Tensor | None:
+        if name == "pipeline":
+            return pipeline.forward_backward(X, y)
+        with region.for_thread():
+            loss = _loss(model(X), y)
+        loss.backward()
+        return loss.detach()
+
+    def step() -> torch.Tensor | None:
+        optimizer.zero_grad()
+        loss = forward_backward()
+        optimizer.step()
+        return loss
+
+    return Method(step, optimizer)
+
+
+def _lenet() -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = lenet_layers()
     for param in layers.parameters():
         if param.dim() == 4:  # as the tensor split has them: else it would be the faster network
             param.data = channels_last(param.data)
-    region = region or autocast(enabled=False)
+    return layers
+
+
+def _wrap(name: str, layers: nn.Sequential, X: torch.Tensor, rank: int, k: int) -> nn.Module:
     if name == "pipeline":
-        flops = [sum(layer.flops) for layer in profile(layers, X[:2])]
-        stage = cut(layers, k, flops)[rank]
-        stage.forward = region(stage.forward)
-        pipeline = DistributedPipeline(stage, _loss, MICROBATCHES, count=len)
-        optimizer = _optimizer(stage)
-        return Method(_stepping(optimizer, partial(pipeline.forward_backward, X, y)), optimizer)
-    model = _wrap(name, layers, k)
-    if "DDP" in name:
-        X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
-
-    def forward_backward() -> torch.Tensor:
-        with region.for_thread():
-            value = _loss(model(X), y)
-        value.backward()
-        return value.detach()
-
-    optimizer = _optimizer(model)
-    return Method(_stepping(optimizer, forward_backward), optimizer)
-
-
-def _wrap(name: str, layers: nn.Sequential, k: int) -> nn.Module:
+        return cut(layers, k, [sum(layer.flops) for layer in profile(layers, X[:2])])[rank]
     if name == "tensor split":  # takes linear weights as (inputs, outputs)
         return TensorParallelLeNet([p.T if p.dim() == 2 else p for p in layers.parameters()])
-    wraps = {
-        "one device": lambda layers: layers,
-        EACH: lambda layers: layers,
-        "DataParallel": partial(DataParallel, device_ids=["cpu"] * k),
-        "DDP": partial(DistributedDataParallel, bucket_cap_mb=CAP_MB),
-        "DDP, one bucket": partial(DistributedDataParallel, bucket_cap_mb=1e6),
-        "torch's DDP": partial(nn.parallel.DistributedDataParallel, bucket_cap_mb=CAP_MB),
-    }
-    return wraps[name](layers)
+    if name == "DataParallel":
+        return DataParallel(layers, device_ids=["cpu"] * k)
+    if name == "torch's DDP":
+        return nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=CAP_MB)
+    if name in ("DDP", "DDP, one bucket"):
+        return DistributedDataParallel(layers, bucket_cap_mb=CAP_MB if name == "DDP" else 1e6)
+    return layers
 
 
 def _loss(y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(y_hat.float(), y)
-
-
-def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-
-
-def _stepping(optimizer: torch.optim.Optimizer, forward_backward: Callable) -> Callable:
-    def step() -> torch.Tensor | None:
-        optimizer.zero_grad()
-        value = forward_backward()
-        optimizer.step()
-        return value
-
-    return step
 
 
 def count_step(
@@ -158,24 +152,23 @@ def count_step(
     The first step makes the optimiser's state and the second, with torch's wrapper, other buckets:
     messages are those of the third. The peak is that of all three, and of making the method.
     """
-    found = {}
+    method = ledger = None
 
     def train() -> None:
-        method = found["method"] = make(name, X, y, region)
+        nonlocal method, ledger
+        method = make(name, X, y, region)
         for _ in range(3 if method else 0):
-            with count_bytes() as found["ledger"]:
+            with count_bytes() as ledger:
                 method.step()
 
     peak = peak_memory(train, "cpu")
-    if not found["method"]:
+    if not method:
         return None
-    method, ledger = found["method"], found["ledger"]
-    sent, messages = _busiest(ledger.bytes), _busiest(ledger.messages)
-    if name == "torch's DDP":
-        sent = messages = None
-    params = [param for group in method.optimizer.param_groups for param in group["params"]]
-    states = [x for state in method.optimizer.state.values() for x in state.values()]
-    held = sum(x.nbytes for x in params + states if isinstance(x, torch.Tensor))
+    seen = name != "torch's DDP"
+    sent, messages = (_busiest(n) if seen else None for n in (ledger.bytes, ledger.messages))
+    state = [x for values in method.optimizer.state.values() for x in values.values()]
+    params = method.optimizer.param_groups[0]["params"]
+    held = sum(x.nbytes for x in params + state if isinstance(x, torch.Tensor))
     return Counts(sent, messages, held, None if name == "DataParallel" else peak)
 
 
@@ -201,10 +194,10 @@ def loss_after(
 def time_in_turn(
     steps: dict[str, Callable | None], rounds: int = 15, warm_up: int = 2, seed: int = 0
 ) -> dict[str, list[float]]:
-    """Return each method's seconds in each round, all ranks together, from barrier to barrier.
+    """Return the seconds of each step in each round, those of the slowest rank.
 
-    Called on all ranks, with the same names in the same order. None: this rank has no part in a
-    method. ``seed`` is that of the order in which they take turns.
+    Called on all ranks, with the same names in the same order; ranks begin each step together. None
+    stands for a step in which this rank has no part. ``seed`` is that of the order of the steps.
     """
     order, seconds = random.Random(seed), {name: [] for name in steps}
     for i in range(warm_up + rounds):
@@ -213,19 +206,25 @@ def time_in_turn(
             begin = time.perf_counter()
             if steps[name]:
                 steps[name]()
-            ranks.barrier()
             if i >= warm_up:
                 seconds[name].append(time.perf_counter() - begin)
-    return seconds
+    own = torch.tensor([list(seconds.values())], dtype=torch.float64)
+    slowest = ranks.all_gather(own).amax(dim=0)
+    return dict(zip(seconds, slowest.tolist(), strict=True))
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the first quartile, the median and the third quartile."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4], median(ordered), ordered[-1 - len(ordered) // 4]
 
 
 def ratios(seconds: dict[str, Sequence[float]], base: str) -> dict[str, tuple[float, ...]]:
     """Return quartile, median, quartile of how many times as fast as ``base``, round by round."""
-    table = {}
-    for name, own in seconds.items():
-        fast = sorted(b / s for b, s in zip(seconds[base], own, strict=True))
-        table[name] = fast[len(fast) // 4], median(fast), fast[-1 - len(fast) // 4]
-    return table
+    return {
+        name: quartiles([b / s for b, s in zip(seconds[base], own, strict=True)])
+        for name, own in seconds.items()
+    }
 
 
 def unrest(*quartiles: tuple[float, float, float]) -> str:
@@ -246,35 +245,33 @@ def unrest(*quartiles: tuple[float, float, float]) -> str:
 
 
 class Published(NamedTuple):
-    """What NVIDIA has measured with ResNet-50, in images a second, and a link that we assume."""
+    """What NVIDIA has measured with ResNet-50, in images per second, and a link that we assume."""
 
     one_gpu: float
     eight_gpus: float
-    link: float  # bytes a second, each way: assumed
+    link: float  # bytes per second, each way: assumed
 
 
 # DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md, container 21.03
 # (March 2021; V100s of 16 GB): https://github.com/NVIDIA/DeepLearningExamples
-PUBLISHED = MappingProxyType(
-    {
-        "DGX-1, V100, float32": Published(367, 2855, 130e9),
-        "DGX-1, V100, mixed": Published(1200, 8322, 130e9),
-        "DGX A100, TF32": Published(938, 7248, 250e9),
-        "DGX A100, mixed": Published(2470, 16621, 250e9),
-    }
-)
+PUBLISHED = {
+    "DGX-1, V100, float32": Published(367, 2855, 130e9),
+    "DGX-1, V100, mixed": Published(1200, 8322, 130e9),
+    "DGX A100, TF32": Published(938, 7248, 250e9),
+    "DGX A100, mixed": Published(2470, 16621, 250e9),
+}
 RESNET50_BYTES = 25_557_032 * 4  # of its gradients, in float32
 
 
 def predict_images(
     one_gpu: float, link: float, *, method: str = "DDP", k: int = 8, rows: int = 256
 ) -> float:
-    """Return the images a second of a method on ``k`` GPUs, from those of one.
+    """Return the images per second of a method on ``k`` GPUs, from those of one.
 
     Backward takes two thirds of a step. With "DDP" the gradients travel in a ring while it runs,
     with "DDP, one bucket" afterwards; with "DataParallel" GPU 0 sends out the parameters, and takes
     in the gradients, one GPU after the other. Latency (10 µs), ``rows`` per GPU and ``link`` (bytes
-    a second) are assumptions.
+    per second) are assumptions.
     """
     schedules = {"DDP": ring, "DDP, one bucket": ring, "DataParallel": star}
     if method not in schedules:

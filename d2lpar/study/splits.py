@@ -11,7 +11,7 @@ the sums inside layers are waited for.
 """
 
 from collections.abc import Sequence
-from types import MappingProxyType
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -27,20 +27,17 @@ from ..pipeline.partition import balance
 from ..pipeline.schedules import bubble, live_counts, one_f_one_b, predict
 
 SPLITS = ("one device", "data", "pipeline", "tensor")
-ATTENTION = MappingProxyType(  # the CPU's kernel, which torch's counter does not know
-    {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-            lambda q, k, v, *args, **kwargs: sdpa_flop_count(q, k, v)
-        )
-    }
-)
+ATTENTION = {  # the CPU's kernel, which torch's counter does not know
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda q, k, v, *args, **kwargs: sdpa_flop_count(q, k, v)
+    )
+}
 
 
 class Layer(NamedTuple):
     """What a layer needs: bytes of float32, and of what depends on the batch, per example.
 
-    Numbers are pairs: of what a split inside layers leaves whole on each device, and of what it
-    divides.
+    Pairs are (what a split inside layers leaves whole on each device, what it divides).
     """
 
     flops: tuple[float, float]  # of the forward pass
@@ -55,9 +52,9 @@ class Machine(NamedTuple):
     """Devices and the links between them."""
 
     name: str
-    flops: float  # a second and device
-    alpha: float  # seconds a message
-    beta: float  # seconds a byte
+    flops: float  # per second and device
+    alpha: float  # seconds per message
+    beta: float  # seconds per byte
 
 
 class SplitCost(NamedTuple):
@@ -78,32 +75,28 @@ def profile(model: nn.Sequential, X: torch.Tensor) -> list[Layer]:
     It is a forward pass in the mode that the model is in: BatchNorm's statistics may change.
     """
     watch, layers = _Watch(model), []
+    hooks = [part.register_forward_pre_hook(watch.enter) for part in model.modules()]
     try:
         for layer in model:
-            output = watch.run(layer, X)
-            layers.append(watch.result(X, output))
+            needs, output = watch.run(layer, X)
+            layers.append(needs)
             X = output.detach().requires_grad_(output.is_floating_point())
     finally:
-        watch.stop()
+        for hook in hooks:
+            hook.remove()
     return layers
 
 
 class _Watch:
-    """Hooks that note what happens between ``Copy`` and ``Sum``, and what outside of them."""
+    """Notes what happens between ``Copy`` and ``Sum`` (inside), and what outside of them."""
 
     def __init__(self, model: nn.Module):
         self.inside = False
-        self.addresses = {param.data_ptr() for param in model.parameters()}
-        self.hooks = []
-        for part in model.modules():
-            if isinstance(part, (Copy, Sum)):
-                self.hooks.append(part.register_forward_hook(self._mark))
-            elif any(True for _ in part.parameters(recurse=False)):
-                self.hooks.append(part.register_forward_pre_hook(self._use))
+        self.parameters = {param.data_ptr() for param in model.parameters()}
 
-    def run(self, layer: nn.Module, X: torch.Tensor) -> torch.Tensor:
-        """Call a layer, and note."""
-        self.flops, self.params, self.saved = [0, 0], [0, 0], {}
+    def run(self, layer: nn.Module, X: torch.Tensor) -> tuple[Layer, torch.Tensor]:
+        """Call a layer; return what it needs, and its output."""
+        self.flops, self.params, self.saved = [0, 0], [0, 0], {}  # [outside, inside]
         self.sums, self.whole, self.counted = ([], []), {X.data_ptr()}, 0
         with (
             torch.enable_grad(),
@@ -111,47 +104,37 @@ class _Watch:
             saved_tensors_hooks(self._save, lambda tensor: tensor),
         ):
             output = layer(X)
-            self._count()
-        return output
-
-    def result(self, X: torch.Tensor, output: torch.Tensor) -> Layer:
-        """Return what the last call has needed."""
-        n, saved = len(X), [0, 0]
+            self._count_flops()
+        saved = [0, 0]
         for address, (nbytes, inside) in self.saved.items():
             if address != output.data_ptr():  # that is the next layer's
                 saved[inside and address not in self.whole] += nbytes
-        return Layer(
-            tuple(flops / n for flops in self.flops),
-            tuple(self.params),
-            tuple(nbytes / n for nbytes in saved),
-            num_bytes(output) / n,
-            *(tuple(nbytes / n for nbytes in sums) for sums in self.sums),
+        flops, saved, forward_sums, backward_sums = (
+            tuple(number / len(X) for number in numbers)
+            for numbers in (self.flops, saved, *self.sums)
         )
+        size = num_bytes(output) / len(X)
+        return Layer(flops, tuple(self.params), saved, size, forward_sums, backward_sums), output
 
-    def stop(self) -> None:
-        """Remove all hooks."""
-        for hook in self.hooks:
-            hook.remove()
+    def enter(self, part: nn.Module, inputs: tuple) -> None:
+        """Note that a part of the model is called."""
+        if isinstance(part, (Copy, Sum)):
+            self._count_flops()
+            self.inside = isinstance(part, Copy)
+            if self.inside:
+                self.whole.add(inputs[0].data_ptr())
+            if not self.inside or inputs[0].requires_grad:
+                self.sums[self.inside].append(num_bytes(inputs[0]))
+        self.params[self.inside] += sum(map(num_bytes, part.parameters(recurse=False)))
 
-    def _mark(self, marker: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        self._count()
-        self.inside = isinstance(marker, Copy)
-        if self.inside:
-            self.whole.add(output.data_ptr())
-        if not self.inside or output.requires_grad:
-            self.sums[self.inside].append(num_bytes(output))
-
-    def _count(self) -> None:
+    def _count_flops(self) -> None:
         total = self.counter.get_total_flops()
         self.flops[self.inside] += total - self.counted
         self.counted = total
 
-    def _use(self, part: nn.Module, inputs: tuple) -> None:
-        self.params[self.inside] += sum(map(num_bytes, part.parameters(recurse=False)))
-
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.addresses:
+        if storage.data_ptr() not in self.parameters:
             self.saved[storage.data_ptr()] = storage.nbytes(), self.inside
         return tensor
 
@@ -177,75 +160,60 @@ def cost_of(
     Raises:
         ValueError: ``split`` is unknown, or there are fewer layers than stages.
     """
-    functions = {"one device": _one, "data": _data, "pipeline": _pipeline, "tensor": _tensor}
-    if split not in functions:
-        raise ValueError(f"split is {split!r}, which is none of {', '.join(functions)}")
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}, which is none of {', '.join(SPLITS)}")
     if split == "pipeline":
-        return _pipeline(layers, batch_size, num_devices, machine, num_microbatches)
-    return functions[split](layers, batch_size, num_devices, machine)
+        costs = _pipeline(layers, batch_size, num_devices, machine, num_microbatches)
+    elif split == "tensor":
+        costs = _tensor(layers, batch_size, num_devices, machine)
+    else:
+        num_devices = 1 if split == "one device" else num_devices
+        costs = _data(layers, batch_size, num_devices, machine)
+    return SplitCost(split, num_devices, *costs)
 
 
-def _one(layers, n, k, machine) -> SplitCost:
-    seconds = 3 * n * _total(layers, "flops") / machine.flops
-    memory = 2 * _total(layers, "parameters") + n * _total(layers, "saved")
-    return SplitCost("one device", 1, 0, 0, round(memory), 0.0, seconds)
-
-
-def _data(layers, n, k, machine) -> SplitCost:
-    parameters = _total(layers, "parameters")
+def _data(layers, n, k, machine) -> tuple:
+    flops, parameters, saved = _add_up(layers)
     rows = -(-n // k)  # of the largest shard
-    forward = rows * _total(layers, "flops") / machine.flops
-    busy = 3 * forward
-    sent = closed_form(ring, k, parameters, machine.alpha, machine.beta)
-    seconds = forward + max(2 * forward, sent.seconds)  # gradients travel during backward
-    memory = 2 * parameters + rows * _total(layers, "saved")
-    return SplitCost(
-        "data", k, max(sent.sent), sent.steps, round(memory), 1 - busy / seconds, seconds
-    )
+    forward = rows * flops / machine.flops
+    sent = closed_form(ring, k, round(parameters), machine.alpha, machine.beta)
+    backward = max(2 * forward, sent.seconds)  # gradients travel during backward
+    seconds, waits = forward + backward, backward - 2 * forward
+    memory = round(2 * parameters + rows * saved)
+    return max(sent.sent), sent.steps, memory, waits / seconds, seconds
 
 
-def _pipeline(layers, n, k, machine, m) -> SplitCost:
+def _pipeline(layers, n, k, machine, m) -> tuple:
     rows, begin, stages = n / m, 0, []
     for size in balance([sum(layer.flops) for layer in layers], k):
         stages.append(layers[begin : begin + size])
         begin += size
-    forward = [rows * _total(stage, "flops") / machine.flops for stage in stages]
-    cuts = [stage[-1].output for stage in stages[:-1]]  # bytes an example
+    flops, parameters, saved = zip(*map(_add_up, stages), strict=True)
+    forward = [rows * number / machine.flops for number in flops]
+    cuts = [stage[-1].output for stage in stages[:-1]]  # bytes per example
     transfer = max((machine.alpha + rows * cut * machine.beta for cut in cuts), default=0.0)
     spans = predict(one_f_one_b(k, m), forward, [2 * seconds for seconds in forward], transfer)
-    kept = live_counts(spans)
-    memory = [
-        2 * _total(stage, "parameters") + max(kept[s]) * rows * _total(stage, "saved")
-        for s, stage in enumerate(stages)
-    ]
-    sent = [n * (left + right) for left, right in zip([0, *cuts], [*cuts, 0], strict=True)]
+    kept = [max(counts) for counts in live_counts(spans).values()]
+    memory = max(2 * parameters[s] + kept[s] * rows * saved[s] for s in range(k))
+    sent = max(n * (left + right) for left, right in pairwise([0, *cuts, 0]))
     messages = m * min(2, k - 1)  # a stage in the middle sends activations on, and gradients back
-    seconds = max(span.end for span in spans)
-    return SplitCost(
-        "pipeline", k, round(max(sent)), messages, round(max(memory)), bubble(spans), seconds
-    )
+    return round(sent), messages, round(memory), bubble(spans), max(span.end for span in spans)
 
 
-def _tensor(layers, n, k, machine) -> SplitCost:
-    def share(name: str) -> float:
-        """What is left whole, and a part of what is divided."""
-        return _total(layers, name, 0) + _total(layers, name, 1) / k
-
-    sums = [size for layer in layers for size in layer.forward_sums + layer.backward_sums]
-    sent = [
-        closed_form(ring, k, 4 * round(n * size / 4), machine.alpha, machine.beta) for size in sums
+def _tensor(layers, n, k, machine) -> tuple:
+    flops, parameters, saved = _add_up(layers, k)
+    sizes = [size for layer in layers for size in layer.forward_sums + layer.backward_sums]
+    sums = [
+        closed_form(ring, k, 4 * round(n * size / 4), machine.alpha, machine.beta) for size in sizes
     ]
-    busy = 3 * n * share("flops") / machine.flops
-    seconds = busy + sum(cost.seconds for cost in sent)
-    memory = 2 * share("parameters") + n * share("saved")
-    num_bytes_sent = sum(max(cost.sent) for cost in sent)
-    messages = sum(cost.steps for cost in sent)
-    return SplitCost(
-        "tensor", k, num_bytes_sent, messages, round(memory), 1 - busy / seconds, seconds
-    )
+    waits = sum(cost.seconds for cost in sums)
+    seconds = 3 * n * flops / machine.flops + waits
+    memory = round(2 * parameters + n * saved)
+    sent, messages = sum(max(cost.sent) for cost in sums), sum(cost.steps for cost in sums)
+    return sent, messages, memory, waits / seconds, seconds
 
 
-def _total(layers: Sequence[Layer], name: str, part: int | None = None) -> float:
-    """Add up a number of all layers: what is left whole (0), what is divided (1), or both."""
-    pairs = [getattr(layer, name) for layer in layers]
-    return sum(sum(pair) if part is None else pair[part] for pair in pairs)
+def _add_up(layers: Sequence[Layer], k: int = 1) -> list[float]:
+    """Return flops, bytes of parameters and bytes saved, of one of ``k`` devices."""
+    columns = zip(*[(layer.flops, layer.parameters, layer.saved) for layer in layers], strict=True)
+    return [sum(whole + divided / k for whole, divided in column) for column in columns]

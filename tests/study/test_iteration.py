@@ -1,7 +1,4 @@
-"""An iteration of each form: its bytes and its memory, worked out by hand; and whose mean is right.
-
-A rank's function stands inside a function, so that it travels by value.
-"""
+"""An iteration of each form: its bytes and memory, worked out by hand; and whose mean is right."""
 
 from collections import Counter
 from functools import cache
@@ -128,23 +125,14 @@ def test_sparse_gradients_are_sent_as_rows_with_their_numbers(form):
 
 
 @pytest.mark.parametrize("form", IN_ONE_PROCESS)
-def test_the_steps_are_all_that_the_classes_send(form):
+def test_the_steps_are_all_that_the_classes_send_and_their_loss_is_that_of_one_device(form):
     model, (X, y), devices = mlp(), batch(10), [CPU] * 3
     steps = trace(form, model, CRITERION, X, y, devices)
     with count_bytes() as ledger:
-        if form == "DataParallel":
-            CRITERION(DataParallel(model, devices)(X), y).backward()
-        else:
-            outputs = DataParallelModel(model, devices)(X)
-            DataParallelCriterion(CRITERION, devices)(outputs, y).backward()
+        loss = loss_of(form, model, CRITERION, X, y, devices)
+        loss.backward()
     assert sum((Counter(step.bytes) for step in steps), Counter()) == ledger.bytes
-
-
-@pytest.mark.parametrize("form", IN_ONE_PROCESS)
-def test_both_forms_give_the_loss_of_one_device(form):
-    model, (X, y) = mlp().double(), batch(7)
-    expected = CRITERION(model(X.double()), y)
-    torch.testing.assert_close(loss_of(form, model, CRITERION, [CPU] * 3)(X.double(), y), expected)
+    torch.testing.assert_close(loss, CRITERION(model(X), y))
 
 
 def state(model):
@@ -154,12 +142,14 @@ def state(model):
 @pytest.mark.parametrize("look", [trace, memory_of])
 @pytest.mark.parametrize("form", FORMS)
 def test_looking_changes_nothing(form, look):
-    model, (X, y) = mlp(nn.BatchNorm1d(5)), batch(8)
+    model, criterion, (X, y) = mlp(nn.BatchNorm1d(5)), nn.CrossEntropyLoss(), batch(8)
+    criterion.scale = nn.Parameter(torch.ones(4))
+    criterion.register_forward_pre_hook(lambda module, args: (module.scale * args[0], args[1]))
     X.requires_grad_()
     before = state(model)
-    look(form, model, CRITERION, X, y, [CPU] * 2)
+    look(form, model, criterion, X, y, [CPU] * 2)
     assert all(torch.equal(a, b) for a, b in zip(state(model), before, strict=True))
-    assert X.grad is None and all(param.grad is None for param in model.parameters())
+    assert all(tensor.grad is None for tensor in (X, criterion.scale, *model.parameters()))
     assert model.training
 
 
@@ -207,32 +197,21 @@ def test_what_each_device_holds(form, k, rows):
 
 
 def test_on_gpus_every_device_is_measured_after_a_warm_up(monkeypatch):
-    devices, ran = [torch.device("cuda", i) for i in range(2)], []
+    devices, ran, study = [torch.device("cuda", i) for i in range(2)], [], "d2lpar.study.iteration"
 
-    class Model(nn.Linear):
-        def to(self, device):
-            return self
+    def loss_of(form, model, criterion, X, y, devices):
+        ran.append(len(X))
+        return criterion(model(X), y)
 
-        def forward(self, X):
-            ran.append(len(X))
-            return super().forward(X)
-
-    monkeypatch.setattr("d2lpar.study.iteration.check_devices", lambda devices: devices)
-    monkeypatch.setattr(
-        "d2lpar.study.iteration.scatter", lambda batch, devices: scatter(batch, [CPU] * 2)
-    )
-    monkeypatch.setattr(
-        "d2lpar.study.iteration.loss_of",
-        lambda form, model, criterion, devices: lambda X, y: criterion(model(X), y),
-    )
-    monkeypatch.setattr(
-        "d2lpar.study.iteration.peak_memory", lambda run, device: run() or 10 + device.index
-    )
+    monkeypatch.setattr(f"{study}.check_devices", lambda devices: devices)
+    monkeypatch.setattr(f"{study}.scatter", lambda batch, devices: scatter(batch, [CPU] * 2))
+    monkeypatch.setattr(f"{study}.loss_of", loss_of)
+    monkeypatch.setattr(f"{study}.peak_memory", lambda run, device: run() or 10 + device.index)
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: module)
     for form, expected in (("DataParallel", [5] * 4), ("balanced", [5] * 4), ("DDP", [3, 3, 2, 2])):
         ran.clear()
-        held = memory_of(
-            form, Model(2, 3), CRITERION, torch.ones(5, 2), torch.zeros(5).long(), devices
-        )
+        X, y = torch.ones(5, 2), torch.zeros(5).long()
+        held = memory_of(form, nn.Linear(2, 3), CRITERION, X, y, devices)
         assert held == ([{"in all": 10}, {"in all": 11}], "peak of the allocator")
         assert ran == expected
 
@@ -242,30 +221,6 @@ def test_targets_are_counted_where_they_have_to_travel():
     model = nn.Linear(2, 3, device="meta")
     steps = trace("DataParallel", model, CRITERION, X, y, [torch.device("meta")] * 2)
     assert steps[0].bytes == {(0, 1): 2 * 2 * 4, ("host", 0): 4 * 8}
-
-
-def test_a_buffer_may_want_a_gradient_and_a_criterion_be_ones_own():
-    model = nn.BatchNorm1d(2)
-    model.register_buffer("shift", torch.ones(2, requires_grad=True))
-    model.register_forward_hook(lambda model, X, out: out + model.shift)
-    steps = trace(
-        "DataParallel",
-        model,
-        lambda out, y: (out - y).square().mean(),
-        torch.randn(4, 2),
-        torch.ones(4, 2),
-        [CPU] * 2,
-    )
-    assert steps[-1].bytes == {(1, 0): 3 * 2 * 4}  # weight, bias and shift
-
-
-def test_the_criterion_is_left_as_it_was():
-    criterion = nn.MSELoss()
-    criterion.scale = nn.Parameter(torch.ones(3))
-    criterion.register_forward_pre_hook(lambda module, args: (module.scale * args[0], args[1]))
-    for form in ("DataParallel", "DDP"):
-        trace(form, nn.Linear(2, 3), criterion, torch.randn(4, 2), torch.ones(4, 3), [CPU] * 2)
-        assert criterion.scale.grad is None
 
 
 def test_only_dataparallel_fills_its_first_device():

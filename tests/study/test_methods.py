@@ -1,7 +1,10 @@
 """The comparison: every method trains the same network, and its counts are right."""
 
+import time
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 from d2lpar import autocast, ranks
 from d2lpar.models import lenet_layers
@@ -41,11 +44,21 @@ def found():
 
 
 def test_every_method_ends_where_one_device_does(found):
+    (X, y), model = batch(), methods._lenet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X), y)
+        loss.backward()
+        optimizer.step()
     one = found["one device", 32][1][0]
     assert one < 2.2  # it does learn
+    assert abs(one - loss.item()) < 1e-2
     for (name, bits), (_, losses) in found.items():
         mean = sum(losses) / len(losses)
         assert abs(mean - one) < (1e-2 if bits == 32 else 5e-2), (name, bits)
+        if "DDP" in name:  # each rank has rows of its own
+            assert abs(losses[0] - losses[1]) > 1e-2
 
 
 def test_data_parallel_ranks_send_their_gradients_once_around(found):
@@ -130,15 +143,18 @@ def in_turn(rank, world_size):
     steps = {name: (lambda name=name: order.append(name)) for name in "abc"}
     if rank:
         steps["b"] = None
+    if not rank:
+        steps["c"] = lambda: (order.append("c"), time.sleep(0.01))
     seconds = time_in_turn(steps, rounds=4, warm_up=1)
     ranks.barrier()
-    return order, {name: len(times) for name, times in seconds.items()}
+    return order, seconds
 
 
 def test_all_take_turns_in_the_same_order_which_changes():
-    (first, counts), (second, _) = launch(in_turn, 2, timeout=60)
+    (first, seconds), (second, same) = launch(in_turn, 2, timeout=60)
+    assert seconds == same and min(seconds["c"]) >= 0.01  # the slowest rank's
     assert second == [name for name in first if name != "b"]
-    assert counts == dict.fromkeys("abc", 4)
+    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys("abc", 4)
     rounds = [tuple(first[i : i + 3]) for i in range(0, 15, 3)]
     assert all(sorted(turns) == ["a", "b", "c"] for turns in rounds)
     assert len(set(rounds)) > 1

@@ -37,6 +37,7 @@ def test_profile_divides_what_is_between_copy_and_sum():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), inside, nn.Linear(8, 2))
     first, second, third = profile(model, torch.rand(3, 4))
     assert first.flops == (2 * 4 * 8, 0) and first.parameters == (4 * 40, 0)
+    assert first.saved == (4 * 4, 0)  # its input; its output, tanh's, is the next layer's input
     assert second.flops == (0, 2 * 2 * 8 * 16) and second.parameters == (0, 4 * (144 + 136))
     assert second.saved == (4 * 8, 4 * 16)  # its input on every device, and tanh's output in parts
     assert (second.forward_sums, second.backward_sums) == ((4 * 8,), (4 * 8,))
@@ -149,6 +150,9 @@ def test_pipeline_of_equal_layers_has_the_formulas_bubble():
         assert cost.idle == pytest.approx((k - 1) / (m + k - 1))
         one = cost_of("one device", equal, 64, 1, fast)
         assert one.seconds / cost.seconds == pytest.approx(k * m / (m + k - 1))
+    work = cost_of("one device", equal, 64, 1, MACHINE).seconds
+    travel = 2 * (1e-4 + 64 * 4 * 32 * 1e-9)  # activations there, gradients back
+    assert cost_of("pipeline", equal, 64, 2, MACHINE, 1).seconds == pytest.approx(work + travel)
     few, many = (cost_of("pipeline", equal, 64, 4, MACHINE, m) for m in (2, 16))
     assert many.memory < few.memory  # fewer rows at a time
     assert many.bytes == few.bytes and many.messages == 8 * few.messages
