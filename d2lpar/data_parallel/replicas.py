@@ -110,18 +110,19 @@ def _replica(module: nn.Module, twins: dict[int, Any]) -> nn.Module:
     parts = list(module.modules())
     twins = twins | {id(part): object.__new__(part.__class__) for part in parts}
     for part in parts:
-        attributes = {name: _twin(value, twins) for name, value in vars(part).items()}
-        vars(twins[id(part)]).update(attributes)
+        replica = vars(twins[id(part)])
+        replica.update(vars(part))
+        for name, value in vars(part).items():
+            if isinstance(value, (list, tuple, dict)) and value:  # such as _parameters
+                replica[name] = _twins_of(value, twins)
     return twins[id(module)]
 
 
-def _twin(value: Any, twins: dict[int, Any]) -> Any:
-    """Return the replica's own of a tensor or module, or of a list of them; else ``value``."""
-    if not isinstance(value, (list, tuple, dict)):
-        return twins.get(id(value), value)
-    parts = parts_of(value)
+def _twins_of(values: list | tuple | dict, twins: dict[int, Any]) -> list | tuple | dict:
+    """Return the same list or dict of twins; ``values`` itself if nothing in it has one."""
+    parts = parts_of(values)
     own = [twins.get(id(part), part) for part in parts]
-    return value if all(map(is_, own, parts)) else rebuild(value, own)
+    return values if all(map(is_, own, parts)) else rebuild(values, own)
 
 
 def parallel_apply(
