@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives.lists import is_low_precision
 from ..devices import check_devices, to_device
-from .replicas import parallel_apply, replicate
+from ..guards import checked
+from .replicas import parallel_apply, replicate, widened
 from .scattering import num_rows, scatter
 
 Count = Callable[..., float]  # targets -> the number that the mean over them is divided by
@@ -39,6 +39,25 @@ PER_ELEMENT = (
     nn.MultiLabelSoftMarginLoss,
 )
 PER_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)  # may weigh classes, or ignore one
+
+
+def check_outputs(self: "DataParallelCriterion", outputs: Sequence[Any], *targets: Any) -> None:
+    """Raise ValueError unless there is an output per device, with as many rows as its targets."""
+    most, k = len(self.devices) or 1, len(outputs)
+    if isinstance(outputs, torch.Tensor) or not 1 <= k <= most:
+        found = "a tensor" if isinstance(outputs, torch.Tensor) else f"{k} outputs"
+        raise ValueError(
+            f"outputs must be the list that DataParallelModel returns, for {most} "
+            f"device{'s' * (most > 1)}, not {found}"
+        )
+    rows = num_rows(targets, self.dim) if k > 1 else None
+    if rows is not None:
+        few, more = divmod(rows, k)
+        for i, output in enumerate(outputs):
+            rows = few + (i < more)
+            if isinstance(output, torch.Tensor) and num_rows(output, self.dim) != rows:
+                found = num_rows(output, self.dim)
+                raise ValueError(f"output {i} has {found} rows, but its part of the targets {rows}")
 
 
 class DataParallelCriterion(nn.Module):
@@ -71,34 +90,24 @@ class DataParallelCriterion(nn.Module):
         dim: int = 0,
     ):
         super().__init__()
+        find_count(criterion, count)
         self.criterion, self.dim, self.count = criterion, dim, count
         self.devices = check_devices(devices) if devices else []
-        find_count(criterion, count)
 
+    @checked(check_outputs)
     def forward(self, outputs: Sequence[Any], *targets: Any) -> torch.Tensor:
         """Return the loss, on ``devices[0]``."""
-        most = len(self.devices) or 1
-        if not isinstance(outputs, (list, tuple)) or not 1 <= len(outputs) <= most:
-            number = len(outputs) if isinstance(outputs, (list, tuple)) else "no list of"
-            raise ValueError(
-                f"there are {number} outputs for {most} device{'s' * (most > 1)}: pass the list "
-                "that DataParallelModel returns"
-            )
         if not self.devices:
             return self.criterion(outputs[0], *targets)
         devices = self.devices[: len(outputs)]
         shards = scatter(targets, devices, self.dim)
-        if len(devices) > 1:
-            for output, shard in zip(outputs, shards, strict=True):
-                require_rows(output, shard, self.dim)
         criterion, weights = shares(self.criterion, self.count, shards)
-        criteria = replicas(criterion, devices)
+        criteria = copies_for(devices, criterion)
         losses = parallel_apply(
             [criteria[i] for i in weights], [(outputs[i], *shards[i]) for i in weights]
         )
-        losses = dict(zip(weights, losses, strict=True))
-        positions = {i: i for i in weights}
-        return put_together(self.criterion, losses, weights, positions, devices[0], self.dim)
+        there = [to_device(loss, devices[0], i, 0) for i, loss in zip(weights, losses, strict=True)]
+        return put_together(criterion, there, list(weights.values()), self.dim)
 
 
 def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
@@ -123,6 +132,16 @@ def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
     )
 
 
+def summed_weights(criterion: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor) -> float:
+    """Return the sum of the class weights of those targets that are not ignored."""
+    if target.is_floating_point():  # a probability for each class: every row counts
+        return target.numel() / target.shape[min(1, target.dim() - 1)]
+    kept = target[target != criterion.ignore_index]
+    if criterion.weight is None:
+        return kept.numel()
+    return criterion.weight.to(kept.device)[kept.long()].double().sum().item()
+
+
 def shares(
     criterion: Callable, count: Count | None, targets: Sequence[tuple]
 ) -> tuple[Callable, dict[int, float]]:
@@ -145,46 +164,21 @@ def shares(
 
 
 def put_together(
-    criterion: Callable,
-    losses: dict[int, torch.Tensor],
-    weights: dict[int, float],
-    positions: dict[int, int],
-    device: torch.device,
-    dim: int = 0,
+    criterion: Callable, losses: list[torch.Tensor], weights: Sequence[float], dim: int = 0
 ) -> torch.Tensor:
-    """Return the loss of the whole, on ``device``, from that of each part; see ``shares``."""
-    there = [to_device(losses[part], device, positions[part], 0) for part in weights]
+    """Return the loss of the whole from those of its parts, on one device; see ``shares``."""
     if getattr(criterion, "reduction", None) == "none":
-        return torch.cat(there, dim)
-    total, dtype = 0, there[0].dtype
-    for loss, weight in zip(there, weights.values(), strict=True):
+        return torch.cat(losses, dim)
+    total = 0
+    for loss, weight in zip(losses, weights, strict=True):
         if loss.dim():
             raise ValueError(f"the loss of a part has shape {list(loss.shape)}, and is no number")
-        total = total + (loss.float() if is_low_precision(dtype) else loss) * weight
-    return total.to(dtype)
+        total = total + widened(loss) * weight
+    return total.to(losses[0].dtype)
 
 
-def summed_weights(criterion: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor) -> float:
-    """Return the sum of the class weights of those targets that are not ignored."""
-    if target.is_floating_point():  # a probability for each class: every row counts
-        return target.numel() / target.shape[min(1, target.dim() - 1)]
-    kept = target[target != criterion.ignore_index]
-    if criterion.weight is None:
-        return kept.numel()
-    return criterion.weight.to(kept.device)[kept.long()].double().sum().item()
-
-
-def replicas(module: Callable, devices: list[torch.device]) -> list[Callable]:
-    """Replicate a module for several devices; a function serves all, and a module one."""
+def copies_for(devices: list[torch.device], module: Callable) -> list[Callable]:
+    """Replicate a module for several devices; a function, or a single device, needs no copy."""
     if isinstance(module, nn.Module) and len(devices) > 1:
         return replicate(module, devices)
     return [module] * len(devices)
-
-
-def require_rows(output: Any, targets: tuple, dim: int) -> None:
-    """Raise ValueError if an output that is a tensor has not as many rows as its targets."""
-    rows = num_rows(targets, dim)
-    if isinstance(output, torch.Tensor) and output.dim() and rows is not None:
-        found = num_rows(output, dim)
-        if found != rows:
-            raise ValueError(f"an output has {found} rows, but its part of the targets {rows}")

@@ -8,12 +8,13 @@ Source: ``torch.nn.parallel.DataParallel`` and its parts, which need GPUs; the f
 is that of H. Zhang's PyTorch-Encoding.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
-from types import MethodType
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,68 +23,46 @@ from torch.overrides import _get_current_function_mode_stack
 
 from ..collectives.lists import is_low_precision
 from ..devices import check_devices, to_device
-from .scattering import (
-    chosen_devices,
-    gather,
-    gather_with,
-    num_rows,
-    parts_of,
-    position,
-    rebuild,
-    renamed,
-    scatter,
-    tensors_of,
-)
+from ..guards import checked
+from .scattering import gather, num_rows, parts_of, rebuild, scatter, tensors_of
 
 
+def check_replicate(module: nn.Module, devices: Sequence[torch.device]) -> None:
+    """Raise unless ``module`` can be copied, and is on ``devices[0]``."""
+    device = check_devices(devices)[0]
+    for name, part in module.named_modules():
+        if "_orig_mod" in part._modules or part._compiled_call_impl:
+            raise TypeError(f"{name or 'the module'} is compiled: only the original can be copied")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}: move the module to {device} first")
+
+
+@checked(check_replicate)
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
     """Return a copy of ``module`` for each device; gradients of all copies flow to ``module``.
 
-    A replica has its own copies of parameters and buffers, and shares everything else with the
-    module. Replica 0 is where the module is: it works on the module's own buffers, so that running
-    statistics go on. Tied parameters stay tied, and lists and dicts of them and of submodules hold
-    the replica's (unless they are as long as data). What a replica sets on itself in ``forward``
-    goes with it, and a hook that was made with the module in it sees the module, not the replica.
+    A replica has its own copies of parameters and buffers, also in lists and dicts of them and of
+    submodules, and shares everything else with the module. Tied parameters stay tied. Replica 0 is
+    where the module is: it works on the module's own buffers, so that running statistics go on.
+    What a replica sets on itself in ``forward`` goes with it.
 
     The gradients are added up on ``devices[0]`` in the order of the devices, so that equal ones
     always have the same sum, to the last bit; 16-bit ones are added as float32 and rounded once.
 
     Raises:
-        ValueError: there is no device; a parameter or buffer is not on ``devices[0]``, or is lazy
-            and has no shape yet.
-        TypeError: ``module`` is no module, or a compiled or scripted one.
+        ValueError: a parameter or buffer is not on ``devices[0]``.
+        TypeError: the module, or a part of it, is compiled.
     """
     devices = check_devices(devices)
-    state = _check_state(module, devices[0])
+    params, buffers = list(module.parameters()), list(module.buffers())
+    state, replicas = params + buffers, []
     copies = _Broadcast.apply(devices, *state)
-    replicas = []
     for i in range(len(devices)):
-        twins = dict(zip(map(id, state), copies[i * len(state) :], strict=False))
-        if i == 0:
-            twins |= {id(buffer): buffer for buffer in module.buffers()}
-        replicas.append(_replica(module, twins, own_buffers=i == 0))
+        replaced = state if i else params  # replica 0 works on the module's own buffers
+        twins = dict(zip(map(id, replaced), copies[i * len(state) :], strict=False))
+        replicas.append(_replica(module, twins))
     return replicas
-
-
-def _check_state(module: nn.Module, device: torch.device) -> list[torch.Tensor]:
-    """Return the parameters and buffers, each once."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, not a {type(module).__name__}")
-    for name, part in module.named_modules():
-        compiled = "_orig_mod" in part._modules or vars(part).get("_compiled_call_impl")
-        if compiled or isinstance(part, torch.jit.ScriptModule):
-            raise TypeError(f"{name or 'the module'} is compiled: only the original can be copied")
-    named = [*module.named_parameters(), *module.named_buffers()]
-    for name, tensor in named:
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise ValueError(f"{name} has no shape yet: call the module on a batch first")
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}: move the module to {device} first")
-    return list(dict.fromkeys(tensor for _, tensor in named))
-
-
-MODULES_OWN = frozenset(vars(nn.Module()))  # what every module has, such as hooks
-LONG = 1000  # items: a longer list or dict is data, in which it would take long to find nothing
 
 
 class _Broadcast(torch.autograd.Function):
@@ -93,7 +72,7 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx, devices, *tensors):
         """Return the copies for position 0, which share the tensors' memory, then for 1, …."""
         ctx.device, ctx.num_tensors, ctx.context = devices[0], len(tensors), copy_context()
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a replica that does not use a copy sends nothing back
         copies = [tensor.detach() for tensor in tensors]
         for i, device in enumerate(devices[1:], 1):
             for tensor in tensors:
@@ -108,49 +87,42 @@ class _Broadcast(torch.autograd.Function):
         """Add up the gradients of each tensor's copies, from position 0 on."""
         n = ctx.num_tensors
         run = ctx.context.copy().run  # a context is entered by one thread at a time
-        sums = [run(_add_up, grads[j::n], ctx.device) for j in range(n)]
-        return None, *sums
+        return None, *[run(_add_up, grads[j::n], ctx.device) for j in range(n)]
 
 
-def _add_up(grads: Sequence[torch.Tensor | None], device: torch.device):
-    """Add up the gradients, one a position, on ``device``; None where no position has one."""
+def _add_up(grads: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
+    """Add up the gradients, one per position, on ``device``; None where no position has one."""
     total = None
     for i, grad in enumerate(grads):
         if grad is not None:
-            dtype = grad.dtype
-            grad = to_device(grad, device, i, 0)
-            grad = grad.float() if is_low_precision(dtype) else grad
-            total = grad if total is None else total + grad
+            there = widened(to_device(grad, device, i, 0))
+            total, dtype = there if total is None else total + there, grad.dtype
     return total if total is None else total.to(dtype)
 
 
-def _replica(module: nn.Module, twins: dict[int, Any], own_buffers: bool) -> nn.Module:
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return 16-bit numbers as float32, to be added up and rounded once; others as they are."""
+    return tensor.float() if is_low_precision(tensor.dtype) else tensor
+
+
+def _replica(module: nn.Module, twins: dict[int, Any]) -> nn.Module:
     """Return a shallow copy of ``module`` and its submodules, with the twin of every tensor."""
     parts = list(module.modules())
-    twins |= {id(part): object.__new__(part.__class__) for part in parts}
+    twins = twins | {id(part): object.__new__(part.__class__) for part in parts}
     for part in parts:
         replica = vars(twins[id(part)])
+        replica.update(vars(part))
         for name, value in vars(part).items():
-            replica[name] = value if name in MODULES_OWN else _twin(value, twins)
-        for name in ("_parameters", "_buffers", "_modules"):
-            replica[name] = {key: _twin(value, twins) for key, value in replica[name].items()}
-        if own_buffers:
-            replica["_buffers"] = part._buffers  # even one that forward replaces goes on
+            if isinstance(value, (list, tuple, dict)) and value:  # such as _parameters
+                replica[name] = _twins_of(value, twins)
     return twins[id(module)]
 
 
-def _twin(value: Any, twins: dict[int, Any]) -> Any:
-    """Return the replica's own of a tensor, a module, a list or dict; else ``value`` itself."""
-    if id(value) in twins:
-        return twins[id(value)]
-    if isinstance(value, (list, tuple, dict)) and len(value) < LONG:
-        parts = parts_of(value)
-        twin_parts = [_twin(part, twins) for part in parts]
-        changed = any(twin is not part for twin, part in zip(twin_parts, parts, strict=True))
-        return rebuild(value, twin_parts) if changed else value
-    if isinstance(value, MethodType) and id(value.__self__) in twins:
-        return MethodType(value.__func__, twins[id(value.__self__)])
-    return value
+def _twins_of(values: list | tuple | dict, twins: dict[int, Any]) -> list | tuple | dict:
+    """Return the same list or dict of twins; ``values`` itself if nothing in it has one."""
+    parts = parts_of(values)
+    own = [twins.get(id(part), part) for part in parts]
+    return values if all(map(is_, own, parts)) else rebuild(values, own)
 
 
 def parallel_apply(
@@ -165,24 +137,17 @@ def parallel_apply(
     one generator, in no certain order.
 
     Raises:
-        ValueError: there are not as many inputs, or kwargs, as modules.
         Exception: what the first module raised of those that failed, when all have ended; a note
             says where.
     """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
-    if not len(modules) == len(inputs) == len(kwargs):
-        raise ValueError(
-            f"there are {len(modules)} modules, {len(inputs)} inputs and {len(kwargs)} kwargs"
-        )
     calls, contexts = [], [copy_context() for _ in modules]
     for i, (module, args, options) in enumerate(zip(modules, inputs, kwargs, strict=True)):
         args = args if isinstance(args, (list, tuple)) else (args,)
         device = _device_of(module, args, options)
         where = f"device {i} ({device})"
         calls.append(partial(_call, where, _modes(device), module, args, options))
-    if len(calls) < 2:
-        return [call() for call in calls]
-    with ThreadPoolExecutor(len(calls) - 1) as pool:
+    with ThreadPoolExecutor(len(calls)) as pool:  # which starts threads only when it needs them
         others = pool.map(lambda context, call: context.run(call), contexts[1:], calls[1:])
         first = calls[0]()
     return [first, *others]
@@ -201,7 +166,7 @@ def _call(where: str, modes: list, module: Callable, args: Sequence[Any], kwargs
 
 
 def _modes(device: torch.device) -> list:
-    """Return what makes another thread do as the caller's does: torch keeps all this a thread."""
+    """Return what makes another thread do as the caller's does: torch keeps all this per thread."""
     modes = [torch.inference_mode()] if torch.is_inference_mode_enabled() else []
     modes.append(torch.set_grad_enabled(torch.is_grad_enabled()))
     for kind in sorted({"cpu", device.type}):
@@ -209,10 +174,8 @@ def _modes(device: torch.device) -> list:
             modes.append(torch.autocast(kind))  # with the dtype that is set now
     modes += [mode.for_thread() for mode in own_modes()]
     if device.type == "cuda":
-        modes += [
-            torch.cuda.device(device),
-            torch.cuda.stream(torch.cuda.current_stream(device)),
-        ]
+        stream = torch.cuda.current_stream(device)
+        modes += [torch.cuda.device(device), torch.cuda.stream(stream)]
     return modes
 
 
@@ -249,17 +212,17 @@ class DataParallelModel(nn.Module):
     Attributes:
         devices: the devices; an empty list where the module itself is called.
         device_ids: the same, a GPU as its number, as in torch.
-
-    Raises:
-        ValueError: there is no device; from a call, what ``scatter`` and ``replicate`` raise.
     """
 
     def __init__(
         self, module: nn.Module, device_ids: Sequence | None = None, dim: int = 0, *, devices=None
     ):
         super().__init__()
+        if devices is not None:
+            warnings.warn("devices is now device_ids", FutureWarning, stacklevel=2)
         self.module, self.dim = module, dim
-        self.devices, self.device_ids = chosen_devices(device_ids, devices)
+        self.devices = chosen_devices(device_ids if devices is None else devices)
+        self.device_ids = list(map(_as_torch_names, self.devices))
         if len(self.devices) == 1:
             module.to(self.devices[0])
 
@@ -267,11 +230,12 @@ class DataParallelModel(nn.Module):
         """Return the outputs of all devices; one that gets no row has none."""
         if not self.devices:
             return [self.module(*args, **kwargs)]
-        alone = len(self.devices) == 1  # then nothing is split, nor is anything copied
-        devices = self.devices[: 1 if alone else num_rows((args, kwargs), self.dim) or 1]
+        if len(self.devices) == 1:
+            [(args, kwargs)] = scatter((args, kwargs), self.devices)
+            return [self.module(*args, **kwargs)]
+        devices = self.devices[: num_rows((args, kwargs), self.dim) or 1]
         shards = scatter((args, kwargs), devices, self.dim)
-        modules = [self.module] if alone else replicate(self.module, devices)
-        return parallel_apply(modules, *zip(*shards, strict=True))
+        return parallel_apply(replicate(self.module, devices), *zip(*shards, strict=True))
 
 
 class DataParallel(DataParallelModel):
@@ -279,14 +243,8 @@ class DataParallel(DataParallelModel):
 
     The outputs are joined on ``output_device``, by default the first device. An output without
     dimensions, such as a loss, becomes a vector with a number for each device, whose mean is the
-    wrong one where the shards differ in rows; with a single device it is left as it is.
-
-    Args:
-        module, device_ids, dim, devices: see ``DataParallelModel``.
-        output_device: where the outputs go.
-
-    Raises:
-        ValueError, TypeError: see ``DataParallelModel`` and ``gather``.
+    wrong one where the shards differ in rows. With a single device, or none, the output is the
+    module's, as it is. The arguments are those of ``DataParallelModel``.
     """
 
     def __init__(
@@ -298,18 +256,30 @@ class DataParallel(DataParallelModel):
         *,
         devices: Sequence[torch.device] | None = None,
     ):
-        super().__init__(module, renamed(device_ids, devices), dim)
+        super().__init__(module, device_ids, dim, devices=devices)
         if self.devices:
             there = self.devices[0] if output_device is None else output_device
             [self._there] = check_devices([there])
-            self.output_device = self._there.index if self._there.type == "cuda" else self._there
+            self.output_device = _as_torch_names(self._there)
 
     def forward(self, *args, **kwargs) -> Any:
         """Return the module's output for the whole batch."""
         outputs = super().forward(*args, **kwargs)
-        if not self.devices or self.devices == [self._there]:
-            return outputs[0]
-        if len(self.devices) == 1:
-            dst = position(self._there, self.devices)
-            return gather_with(outputs, lambda out: to_device(out, self._there, 0, dst))
-        return gather(outputs, self._there, self.dim)
+        return gather(outputs, self._there, self.dim) if len(self.devices) > 1 else outputs[0]
+
+
+def chosen_devices(device_ids: Sequence[int | str | torch.device] | None) -> list[torch.device]:
+    """Return the devices that torch's ``device_ids`` names; none where there is no GPU to number.
+
+    None names all GPUs.
+    """
+    gpus = range(torch.cuda.device_count())
+    named = gpus if device_ids is None else device_ids
+    if not gpus and all(isinstance(device, int) for device in named):
+        return []
+    return check_devices(named)
+
+
+def _as_torch_names(device: torch.device) -> int | torch.device:
+    """Return the number of a GPU; a device that torch's DataParallel does not know as it is."""
+    return device.index if device.type == "cuda" else device

@@ -104,13 +104,14 @@ def balanced_steps(module, criterion, X, y, devices) -> Iterator[tuple[str, int]
     outputs = parallel_apply(replicas, shards)
     yield "forward", len(devices)
     part, weights = shares(criterion, None, targets)
-    losses = {i: part(outputs[i], *targets[i]) for i in weights}
+    losses = [part(outputs[i], *targets[i]) for i in weights]
     yield "loss", len(devices)
-    loss = put_together(criterion, losses, weights, {i: i for i in weights}, devices[0])
+    there = [to_device(loss, devices[0], i, 0) for i, loss in zip(weights, losses, strict=True)]
+    loss = put_together(criterion, there, list(weights.values()))
     yield "add up the losses", 0
-    gradients = torch.autograd.grad(loss, list(losses.values()))
+    gradients = torch.autograd.grad(loss, losses)
     yield "scatter the gradients", 0
-    yield from _backward(replicas, list(losses.values()), gradients)
+    yield from _backward(replicas, losses, gradients)
 
 
 def _backward(replicas, outputs, gradients) -> Iterator[tuple[str, int]]:
