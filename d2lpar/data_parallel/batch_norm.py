@@ -114,29 +114,11 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
     ) -> nn.Module:
-        """Return ``module`` with every BatchNorm in it replaced; a new one, if it is one itself.
+        """Make every BatchNorm in ``module``, or itself, a SyncBatchNorm, and return it.
 
-        Parameters and buffers are taken over, so an optimiser that has them goes on with them.
-        Hooks are not. A layer that stands in several places stays one layer.
+        Nothing else about them changes: an optimiser that has their parameters goes on with them.
         """
-        twins: dict[nn.Module, nn.Module] = {}
-
-        def twin(layer: nn.Module) -> nn.Module:
-            if not isinstance(layer, _BatchNorm):
-                return layer
-            if layer not in twins:
-                twins[layer] = cls._like(layer, process_group)
-            return twins[layer]
-
-        for part in list(module.modules()):
-            for name, child in part._modules.items():
-                part._modules[name] = twin(child)
-        return twin(module)
-
-    @classmethod
-    def _like(cls, layer: _BatchNorm, process_group: dist.ProcessGroup | None) -> "SyncBatchNorm":
-        new = cls(layer.num_features, layer.eps, layer.momentum, False, layer.track_running_stats)
-        new.affine, new.process_group, new.training = layer.affine, process_group, layer.training
-        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-            setattr(new, name, getattr(layer, name))
-        return new
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm):
+                layer.__class__, layer.process_group = cls, process_group
+        return module

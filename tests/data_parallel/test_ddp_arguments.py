@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from d2lpar import DistributedDataParallel
-from d2lpar.data_parallel.ddp_arguments import check_gpu, refuse
+from d2lpar.data_parallel.ddp_arguments import check_gpu
 from d2lpar.ranks.launcher import launch
 
 LIMIT = 60  # seconds, for what takes less than one
