@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from d2lpar import ranks
@@ -55,3 +56,20 @@ def distance(ours, theirs):
     """The largest difference between two lists of tensors."""
     pairs = zip(ours, theirs, strict=True)
     return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+
+
+def everyones(value, group=None):
+    """All ranks' values, by torch's own collective: what is tested is not what tells."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def clones(tensors):
+    """Copies of tensors, of which some may be None."""
+    return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+
+
+def attempts(rank, world_size, checks):
+    """For ``launch``: call ``check(rank, world_size)`` for one after the other in these ranks."""
+    return {name: attempt(check, rank, world_size)[:2] for name, check in checks.items()}

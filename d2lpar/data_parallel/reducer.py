@@ -137,12 +137,12 @@ class Reducer:
 
     def _send(self, bucket: Bucket, absent: bool = False) -> None:
         """Fill a bucket, and hand it to the communication thread."""
+        weight = 0 if absent else self._weight
         with self._beside(bucket):
-            bucket.fill(0 if absent else self._weight)
+            bucket.fill(weight)
             if bucket.is_last():
                 params = [param for b in self.buckets for param in b.params]
                 used = [param.grad is not None and not absent for param in params]
-                weight = 0 if absent else self._weight
                 bucket.manifest.copy_(torch.tensor([*used, weight], dtype=bucket.flat.dtype))
             # The hook is called here, so that all ranks send what it sends in the same order.
             future = self.comm_hook and self.comm_hook(bucket)
@@ -162,9 +162,9 @@ class Reducer:
     # After backward
 
     def _end(self) -> None:
+        self._state = IGNORES
         if any(bucket.ready for bucket in self.buckets):
             self.finish()
-        self._state = IGNORES
 
     @torch.no_grad()
     def finish(self, absent: bool = False) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from d2lpar.data_parallel.buckets import make_buckets
+
 WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 MIB = 2**20
