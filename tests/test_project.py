@@ -32,7 +32,7 @@ HOUSE = (
     ("ranks", "transport nccl lanes agreement members moves collectives point_to_point sender"),
     ("ranks", "worker launcher grid"),
     ("data_parallel", "scattering replicas loss chunks sampler batch_norm"),
-    ("data_parallel", "buckets reducer state_sharing ddp_arguments ddp"),
+    ("data_parallel", "buckets state_sharing uneven reducer ddp_arguments ddp"),
     ("mixed_precision", "casting grad_scaler opt_levels predivision"),
     ("pipeline", "schedules stages partition local distributed"),
     ("tensor_parallel", "layers vocabulary channels"),
