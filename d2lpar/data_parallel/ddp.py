@@ -21,7 +21,7 @@ from torch import nn
 from .. import ranks
 from ..guards import checked
 from ..ranks.members import check_group
-from .ddp_arguments import check_arguments, gpu_number
+from .ddp_arguments import check_arguments, gpu_numbers
 from .reducer import Reducer
 from .scattering import scatter
 from .state_sharing import share_state, share_tensors
@@ -140,10 +140,7 @@ class DistributedDataParallel(nn.Module):
         if group is not None:
             warnings.warn("group is now process_group", DeprecationWarning, stacklevel=3)
         self.module, self.dim, self.static_graph = module, dim, static_graph
-        self.device_ids = [gpu_number(device) for device in device_ids or ()] or None
-        self.output_device = self.device_ids and self.device_ids[0]
-        if output_device is not None:
-            self.output_device = gpu_number(output_device)
+        self.device_ids, self.output_device = gpu_numbers(device_ids, output_device)
         self.process_group = process_group or group or dist.group.WORLD
         self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         self.find_unused_parameters = find_unused_parameters

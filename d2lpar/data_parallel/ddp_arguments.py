@@ -64,8 +64,9 @@ def check_gpu(module: nn.Module, device_ids, output_device) -> None:
     if not isinstance(device_ids, (list, tuple, type(None))):
         raise TypeError(f"device_ids must be a list of one GPU, such as [0], not {device_ids!r}")
     devices = {param.device for param in module.parameters()}
-    named = [torch.device("cuda", gpu_number(device)) for device in device_ids or ()]
-    if (named or output_device is not None) and named != list(devices):
+    numbers, output = gpu_numbers(device_ids, output_device)
+    named = [torch.device("cuda", number) for number in numbers or ()]
+    if output is not None and named != list(devices):
         where = " and ".join(sorted(map(str, devices)))
         raise ValueError(
             f"device_ids={device_ids} and output_device={output_device}, but the module is on "
@@ -74,6 +75,9 @@ def check_gpu(module: nn.Module, device_ids, output_device) -> None:
         )
 
 
-def gpu_number(device: int | str | torch.device) -> int:
-    """Return the number of a GPU; that of "cuda" is the current one's."""
-    return _get_device_index(device, optional=True)
+def gpu_numbers(device_ids, output_device) -> tuple[list[int] | None, int | None]:
+    """Return ``device_ids`` and ``output_device`` as torch keeps them: as numbers of GPUs."""
+    numbers = [_get_device_index(device, optional=True) for device in device_ids or ()]
+    if output_device is not None:
+        return numbers or None, _get_device_index(output_device, optional=True)
+    return (numbers, numbers[0]) if numbers else (None, None)
