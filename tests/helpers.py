@@ -12,6 +12,7 @@ from torch import nn
 from d2lpar import ranks
 
 LIMIT = 60  # seconds for a launch that takes less than one
+MEAN = 1.5
 SOON = 8.0  # seconds for a call that takes milliseconds on a machine that is not busy
 
 both_ways = pytest.mark.parametrize("way", ["lanes", "messages"])
@@ -73,3 +74,15 @@ def clones(tensors):
 def attempts(rank, world_size, checks):
     """For ``launch``: call ``check(rank, world_size)`` for one after the other in these ranks."""
     return {name: attempt(check, rank, world_size)[:2] for name, check in checks.items()}
+
+
+def linear():
+    """The smallest model: its gradient is rank + 1 on ``rows(rank)``, ``MEAN`` over two ranks."""
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    return layer
+
+
+def rows(rank):
+    """A batch for ``linear``."""
+    return torch.full((1, 1), rank + 1.0)

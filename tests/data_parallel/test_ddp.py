@@ -11,7 +11,20 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, attempt, attempts, clones, close, everyones, grads, mlp, randn
+from helpers import (
+    LIMIT,
+    MEAN,
+    attempt,
+    attempts,
+    clones,
+    close,
+    everyones,
+    grads,
+    linear,
+    mlp,
+    randn,
+    rows,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -305,18 +318,6 @@ def test_training_on_shards_is_training_on_the_whole_batch():
 
 
 # Ours alone, and what is refused: each gets the rank, and all run in one launch.
-
-MEAN = 1.5  # of the gradients of sum(weight * (rank + 1)) over two ranks
-
-
-def linear():
-    layer = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(layer.weight)
-    return layer
-
-
-def rows(rank):
-    return torch.full((1, 1), rank + 1.0)
 
 
 def gradient(module):

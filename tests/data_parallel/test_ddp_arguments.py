@@ -1,7 +1,7 @@
 """DistributedDataParallel takes what torch's takes, and says by name what it refuses."""
 
 import inspect
-from functools import partial
+from math import nan
 
 import pytest
 import torch
@@ -28,18 +28,7 @@ TAKEN = {
     "batched_grad_copy": True,
     "forward_sync_buffers": True,
 }
-ATTRIBUTES = [
-    "device_ids",
-    "output_device",
-    "dim",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "static_graph",
-    "broadcast_buffers",
-    "require_backward_grad_sync",
-    "require_forward_param_sync",
-    "process_group",
-]
+PLACE = "but the module is on cpu: .* leave both out"
 
 
 def parameters_of(kind):
@@ -65,7 +54,9 @@ def takes(rank, k):
         assert model.module.weight.grad.unique().tolist() == [1.5], name
     given = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "dim": 1}
     ours, theirs = (kind(nn.Linear(2, 2), **given) for kind in (DistributedDataParallel, TORCHS))
-    assert [n for n in ATTRIBUTES if getattr(ours, n) != getattr(theirs, n)] == []
+    flags = "require_backward_grad_sync", "require_forward_param_sync"
+    for name in {*TAKEN, *flags} & set(dir(ours)) & set(dir(theirs)):
+        assert getattr(ours, name) == getattr(theirs, name), name
 
 
 def takes_the_old_name_of_process_group(rank, k):
@@ -86,50 +77,29 @@ def waits_for_nobody_without_init_sync(rank, k):
     assert model.module.weight.grad.unique().tolist() == [1.5]
 
 
-OURS = partial(DistributedDataParallel, nn.Linear(2, 2))
-GROUPED = partial(DistributedDataParallel, nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))
-NORMS = partial(DistributedDataParallel, nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2)))
-GPU, GROUP = torch.device("cuda", 1), "a group"  # a new group takes the place of GROUP
-PLACE = "but the module is on cpu: .* leave both out"
-ERRORS = [  # call, error, words
-    *((partial(OURS, device_ids=d), ValueError, PLACE) for d in ([0], ["cuda:1"], [0, 1])),
-    (partial(OURS, output_device=GPU), ValueError, PLACE),
-    (partial(OURS, device_ids=["cpu"]), ValueError, "non cpu device"),
-    (partial(OURS, device_ids=0), TypeError, "device_ids must be a list of one GPU"),
-    (partial(OURS, device_ids="cuda"), TypeError, "device_ids must be a list of one GPU"),
-    (partial(OURS, GROUP), TypeError, "process_group="),
-    (partial(OURS, None, None, 0, True, GROUP), TypeError, "process_group="),
-    (partial(OURS, process_group=GROUP, group=GROUP), TypeError, "group is the old name of"),
-    (partial(OURS, weight="row"), ValueError, 'weight must be "equal" or "rows", not \'row\''),
-    *(
-        (partial(OURS, bucket_cap_mb=cap), ValueError, "bucket_cap_mb must be positive")
-        for cap in (0, -1, float("nan"))
-    ),
-    *(
-        (partial(OURS, **{name: 1}), NotImplementedError, f"^{name}=1 .* use torch")
-        for name in REFUSED
-    ),
-    *(
-        (partial(OURS, mixed_precision=value), NotImplementedError, "^mixed_precision=")
-        for value in ([], 0, torch.zeros(1), torch.ones(2))
-    ),
-    (partial(GROUPED), ValueError, r"^1\.weight has no shape yet"),
-    (partial(NORMS, weight="rows"), ValueError, r"weight each rank's loss by rows \* k / all rows"),
-    (partial(DistributedDataParallel, nn.ReLU()), ValueError, "nothing to average"),
-]
-
-
 def raises(rank, k):
-    for call, error, words in ERRORS:
-
-        def real(value):
-            return dist.new_group() if value is GROUP else value
-
+    group, lazy = dist.new_group(), nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    norm = nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2))
+    for given, error, words in [
+        *(({"device_ids": ids}, ValueError, PLACE) for ids in ([0], ["cuda:1"], [0, 1])),
+        ({"output_device": torch.device("cuda", 1)}, ValueError, PLACE),
+        ({"device_ids": ["cpu"]}, ValueError, "non cpu device"),
+        ({"device_ids": 0}, TypeError, "device_ids must be a list of one GPU"),
+        ({"device_ids": "cuda"}, TypeError, "device_ids must be a list of one GPU"),
+        ({"device_ids": group}, TypeError, "process_group="),
+        ({"init_sync": group}, TypeError, "process_group="),  # its place in torch 2.6
+        ({"process_group": group, "group": group}, TypeError, "group is the old name of"),
+        ({"weight": "row"}, ValueError, 'weight must be "equal" or "rows", not \'row\''),
+        *(({"bucket_cap_mb": cap}, ValueError, f"positive, not {cap}") for cap in (0, -1, nan)),
+        *(({name: 1}, NotImplementedError, f"^{name}=1 .* use torch") for name in REFUSED),
+        ({"mixed_precision": []}, NotImplementedError, "^mixed_precision="),
+        ({"device_mesh": torch.zeros(2)}, NotImplementedError, "^device_mesh="),
+        ({"module": lazy}, ValueError, r"^1\.weight has no shape yet"),
+        ({"module": norm, "weight": "rows"}, ValueError, r"loss by rows \* k / all rows"),
+        ({"module": nn.ReLU()}, ValueError, "nothing to average"),
+    ]:
         with pytest.raises(error, match=words):
-            call.func(
-                *map(real, call.args),
-                **{name: real(value) for name, value in call.keywords.items()},
-            )
+            DistributedDataParallel(**{"module": nn.Linear(2, 2), **given})
 
 
 @pytest.mark.parametrize(
@@ -141,7 +111,7 @@ def test_arguments(check):
 
 
 def test_without_a_process_group_it_says_what_to_do():
-    kind, words, *_ = attempt(OURS)
+    kind, words, *_ = attempt(DistributedDataParallel, nn.Linear(2, 2))
     assert kind == "ValueError" and "inside launch or under torchrun" in words
 
 

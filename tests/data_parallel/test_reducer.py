@@ -11,7 +11,20 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, attempts, both_ways, clones, close, grads, mlp, randn, take
+from helpers import (
+    LIMIT,
+    MEAN,
+    attempts,
+    both_ways,
+    clones,
+    close,
+    grads,
+    linear,
+    mlp,
+    randn,
+    rows,
+    take,
+)
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -21,17 +34,6 @@ from d2lpar.ranks.lanes import Lanes
 
 TORCHS = nn.parallel.DistributedDataParallel
 TINY = 1e-4  # MiB: 104 bytes, so that nearly every parameter has a bucket of its own
-MEAN = 1.5  # of the gradients of sum(weight * (rank + 1)) over two ranks
-
-
-def linear():
-    layer = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(layer.weight)
-    return layer
-
-
-def rows(rank):
-    return torch.full((1, 1), rank + 1.0)
 
 
 def gradient(module):
