@@ -6,11 +6,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from d2lpar import ranks
 
 LIMIT = 60  # seconds for a launch that takes less than one
+MEAN = 1.5
 SOON = 8.0  # seconds for a call that takes milliseconds on a machine that is not busy
 
 both_ways = pytest.mark.parametrize("way", ["lanes", "messages"])
@@ -62,3 +64,32 @@ def loss_and_grads(model, criterion, X, y):
     loss = criterion(model(X), y)
     loss.backward()
     return loss.detach(), grads(model)
+
+
+def everyones(value, group=None):
+    """All ranks' values, by torch's own collective: what is tested is not what tells."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def clones(tensors):
+    """Copies of tensors, of which some may be None."""
+    return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+
+
+def attempts(rank, world_size, checks):
+    """For ``launch``: call ``check(rank, world_size)`` for one after the other in these ranks."""
+    return {name: attempt(check, rank, world_size)[:2] for name, check in checks.items()}
+
+
+def linear():
+    """The smallest model: its gradient is rank + 1 on ``rows(rank)``, ``MEAN`` over two ranks."""
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    return layer
+
+
+def rows(rank):
+    """A batch for ``linear``."""
+    return torch.full((1, 1), rank + 1.0)

@@ -3,8 +3,8 @@
 One process: ``scattering`` splits a batch and joins outputs, ``replicas`` copies a module and calls
 the copies in threads, ``loss`` and ``chunks`` compute the loss in parts. Many processes:
 ``sampler`` deals out the examples, ``ddp`` averages gradients in backward, with ``ddp_arguments``
-to check, ``state_sharing`` to begin alike, ``reducer`` and ``buckets`` to send. ``batch_norm``
-takes its statistics over all ranks.
+to check, ``state_sharing`` to begin alike, ``buckets`` and ``reducer`` to send, and ``uneven`` for
+ranks with fewer batches or rows. ``batch_norm`` takes its statistics over all ranks.
 """
 
 from .batch_norm import SyncBatchNorm
@@ -18,3 +18,4 @@ from .replicas import DataParallel, DataParallelModel, parallel_apply, replicate
 from .sampler import DistributedSampler
 from .scattering import gather, scatter
 from .state_sharing import share_state
+from .uneven import Join

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import ranks
+from .buckets import wide
 
 
 def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -81,22 +82,21 @@ class SyncBatchNorm(_BatchNorm):
         group = self.process_group
         if not self.training or not dist.is_initialized() or dist.get_world_size(group) == 1:
             return super().forward(X)
-        dims = [d for d in range(X.dim()) if d != 1]
-        shape = [1, -1] + [1] * (X.dim() - 2)
-        x = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
-        rows = x.new_tensor([x.numel() / x.shape[1]])  # values per channel on this rank
+        x = X.to(wide(X.dtype)).movedim(1, -1)  # channels last: they line up with mean and var
+        dims = tuple(range(x.dim() - 1))
+        rows = x.new_tensor([x.numel() / x.shape[-1]])  # values per channel on this rank
         total = sum_over_ranks(torch.cat([x.sum(dims), rows]), group)
         mean, count = total[:-1] / total[-1], total[-1].detach()
-        centred = x - mean.view(shape)
+        centred = x - mean
         var = sum_over_ranks(centred.square().sum(dims), group) / count
         self._update(mean.detach(), var.detach(), count)
         scale = (var + self.eps).rsqrt()
         if self.weight is not None:
             scale = scale * self.weight
-        y = centred * scale.view(shape)
+        y = centred * scale
         if self.bias is not None:
-            y = y + self.bias.view(shape)
-        return y.to(X.dtype)
+            y = y + self.bias
+        return y.movedim(-1, 1).to(X.dtype)
 
     def _update(self, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
         """Let the running statistics follow; their variance is the unbiased one."""
@@ -114,29 +114,11 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
     ) -> nn.Module:
-        """Return ``module`` with every BatchNorm in it replaced; a new one, if it is one itself.
+        """Make every BatchNorm in ``module``, or itself, a SyncBatchNorm, and return it.
 
-        Parameters and buffers are taken over, so an optimiser that has them goes on with them.
-        Hooks are not. A layer that stands in several places stays one layer.
+        Nothing else about them changes: an optimiser that has their parameters goes on with them.
         """
-        twins: dict[nn.Module, nn.Module] = {}
-
-        def twin(layer: nn.Module) -> nn.Module:
-            if not isinstance(layer, _BatchNorm):
-                return layer
-            if layer not in twins:
-                twins[layer] = cls._like(layer, process_group)
-            return twins[layer]
-
-        for part in list(module.modules()):
-            for name, child in part._modules.items():
-                part._modules[name] = twin(child)
-        return twin(module)
-
-    @classmethod
-    def _like(cls, layer: _BatchNorm, process_group: dist.ProcessGroup | None) -> "SyncBatchNorm":
-        new = cls(layer.num_features, layer.eps, layer.momentum, False, layer.track_running_stats)
-        new.affine, new.process_group, new.training = layer.affine, process_group, layer.training
-        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-            setattr(new, name, getattr(layer, name))
-        return new
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm):
+                layer.__class__, layer.process_group = cls, process_group
+        return module

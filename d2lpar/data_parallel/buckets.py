@@ -1,14 +1,14 @@
 """Buckets: gradients side by side in one flat tensor, so that many travel as one message.
 
-A message has a cost of its own, however short it is; sixty small ones cost more than one that holds
-the sixty gradients. Notebook 05 builds this file. Source: Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training" (VLDB 2020), section 3.2.
+A message has a cost of its own, however short it is. Sixty small ones cost more than one that holds
+the sixty gradients. Notebook 05 shows how parameters are dealt out. Source: Li et al., "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020), section 3.2.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
-
-WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 class Bucket:
@@ -16,25 +16,19 @@ class Bucket:
 
     Those of 16 bits lie in it as float32, and are rounded once, when they come out again. The last
     bucket has room for the *manifest* behind them: for each parameter of all buckets, how many
-    ranks have used it; and the rows of all ranks.
+    ranks have used it; then the sum of all ranks' weights.
 
     ``buffer``, ``set_buffer``, ``gradients``, ``parameters``, ``index`` and ``is_last`` are those
     of torch's ``GradBucket``, for communication hooks.
     """
 
-    def __init__(
-        self,
-        number: int,
-        params: list[nn.Parameter],
-        dtype: torch.dtype,
-        device: torch.device,
-        extra: int = 0,
-    ):
-        self.number, self.params, self.dtype, self.device = number, params, dtype, device
+    def __init__(self, number: int, params: list[nn.Parameter], manifest_size: int = 0):
+        self.number, self.params = number, params
         self.ready: set[int] = set()  # which gradients backward has made
         self.sizes = [param.numel() for param in params]
-        self.flat = torch.zeros(sum(self.sizes) + extra, dtype=dtype, device=device)
-        self.values, self.manifest = self.flat.split([sum(self.sizes), extra])
+        n, dtype = sum(self.sizes), wide(params[0].dtype)
+        self.flat = torch.zeros(n + manifest_size, dtype=dtype, device=params[0].device)
+        self.values, self.manifest = self.flat.split([n, manifest_size])
         self.views = self._views_of(self.values)
         self._buffer = self.values  # or what a hook has put in its place
 
@@ -59,9 +53,9 @@ class Bucket:
                 view.copy_(grad).mul_(weight)
 
     def hand_out(self, i: int, as_view: bool) -> None:
-        """Let the i-th parameter have its gradient: a view of the bucket, or a tensor of its own.
+        """Set the i-th parameter's gradient: to a view of the bucket, or to a tensor of its own.
 
-        It is a view only where the dtypes agree.
+        A gradient of 16 bits always is a tensor of its own.
         """
         param, view = self.params[i], self.views[i]
         if as_view and view.dtype == param.dtype:
@@ -96,28 +90,35 @@ class Bucket:
         return len(self.manifest) > 0
 
     def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = flat.split(self.sizes)
-        return [_like(part, param) for part, param in zip(parts, self.params, strict=True)]
-
-
-def _like(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``flat`` with the shape and, where it is dense, the strides of ``param``."""
-    dense = torch.empty_like(param)  # keeps the strides of a channels_last weight
-    return flat.as_strided(param.shape, dense.stride())
+        parts = zip(flat.split(self.sizes), self.params, strict=True)
+        # empty_like keeps the strides of a channels_last weight
+        return [part.as_strided(p.shape, torch.empty_like(p).stride()) for part, p in parts]
 
 
 def make_buckets(params: list[nn.Parameter], bucket_cap_mb: float) -> list[Bucket]:
     """Deal ``params``, at least one, out to buckets, the last first: backward begins with it."""
-    full = []  # (parameters, dtype, device) of each bucket
-    begun = {}  # (dtype, device): (parameters, bytes) of the one that is being filled
-    for param in reversed(params):
-        kind = (param.dtype if param.dtype in WIDE else torch.float32, param.device)
-        members, nbytes = begun.pop(kind, ([], 0))
-        size = param.numel() * kind[0].itemsize
-        if members and nbytes + size > bucket_cap_mb * 2**20:
-            full.append((members, *kind))
-            members, nbytes = [], 0
-        begun[kind] = (members + [param], nbytes + size)
-    full += [(members, *kind) for kind, (members, _) in begun.items()]
-    extras = [0] * (len(full) - 1) + [len(params) + 1]  # room for the manifest
-    return [Bucket(i, *parts, extras[i]) for i, parts in enumerate(full)]
+    dealt = deal(reversed(params), bucket_cap_mb * 2**20)
+    manifest_sizes = [0] * (len(dealt) - 1) + [len(params) + 1]
+    return [Bucket(i, dealt[i], size) for i, size in enumerate(manifest_sizes)]
+
+
+def deal(tensors: Iterable[torch.Tensor], max_bytes: float) -> list[list[torch.Tensor]]:
+    """Group tensors that can travel as one message of at most ``max_bytes``, in their order.
+
+    A tensor that is larger is alone in its group. Tensors of 16 bits count as float32.
+    """
+    full, begun = [], {}  # begun: (dtype, device) -> (the group that is being filled, its bytes)
+    for tensor in tensors:
+        kind = wide(tensor.dtype), tensor.device
+        group, nbytes = begun.pop(kind, ([], 0))
+        size = tensor.numel() * kind[0].itemsize
+        if group and nbytes + size > max_bytes:
+            full.append(group)
+            group, nbytes = [], 0
+        begun[kind] = [*group, tensor], nbytes + size
+    return full + [group for group, _ in begun.values()]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tensors of ``dtype`` travel."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

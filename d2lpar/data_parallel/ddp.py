@@ -6,21 +6,26 @@ file. Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data 
 (VLDB 2020), and ``torch.nn.parallel.DistributedDataParallel``.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .. import ranks
+from ..guards import checked
 from ..ranks.members import check_group
-from .ddp_arguments import check_gpu, check_module, refuse, refuse_groups
-from .reducer import Reducer, naming_join
+from .ddp_arguments import check_arguments, gpu_numbers
+from .reducer import Reducer
 from .scattering import scatter
 from .state_sharing import share_state, share_tensors
+from .uneven import AVERAGES, PRESENT, Join, naming_join, num_rows
 
 
 class NaiveDistributedDataParallel(nn.Module):
@@ -47,12 +52,11 @@ class NaiveDistributedDataParallel(nn.Module):
                 ranks.allreduce(param.grad, op="mean", group=self.group)
 
 
-class _Plans(NamedTuple):
-    """What one rank, or any of several, is about to do inside ``join``."""
-
-    present: bool  # it has a batch
-    averages: bool
-    shares_buffers: bool
+def check_ddp(*args, **kwargs) -> None:
+    """Check the arguments of ``DistributedDataParallel``, however they are passed."""
+    call = inspect.signature(DistributedDataParallel.__init__).bind(*args, **kwargs)
+    call.apply_defaults()
+    check_arguments(**call.arguments)
 
 
 class DistributedDataParallel(nn.Module):
@@ -105,6 +109,7 @@ class DistributedDataParallel(nn.Module):
         MismatchError, PeerError: see ``ranks.allreduce``; from ``backward`` too.
     """
 
+    @checked(check_ddp)
     def __init__(
         self,
         module: nn.Module,
@@ -132,87 +137,69 @@ class DistributedDataParallel(nn.Module):
         group: dist.ProcessGroup | None = None,
     ):
         super().__init__()
-        refuse(
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            device_mesh=device_mesh,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-        )
-        refuse_groups(device_ids=device_ids, init_sync=init_sync)
         if group is not None:
-            if process_group is not None:
-                raise TypeError("group is the old name of process_group: pass one of them")
-            warnings.warn("group is now process_group", DeprecationWarning, stacklevel=2)
-            process_group = group
-        if weight not in ("equal", "rows"):
-            raise ValueError(f'weight must be "equal" or "rows", not {weight!r}')
-        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be positive, not {bucket_cap_mb!r}")
-        check_module(module, weight)
-        self.device_ids, self.output_device = check_gpu(module, device_ids, output_device)
-        check_group(process_group)
+            warnings.warn("group is now process_group", DeprecationWarning, stacklevel=3)
         self.module, self.dim, self.static_graph = module, dim, static_graph
-        self.process_group = process_group or dist.group.WORLD
+        self.device_ids, self.output_device = gpu_numbers(device_ids, output_device)
+        self.process_group = process_group or group or dist.group.WORLD
+        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         self.broadcast_buffers = broadcast_buffers is not False
-        if init_sync:
-            buffers = self.broadcast_buffers or forward_sync_buffers is not None
-            share_state(module, self.process_group, buffers)
-        if forward_sync_buffers is not None:
-            self.broadcast_buffers = forward_sync_buffers
         self._by_rows = weight == "rows"
         if init_sync:
-            kinds = ranks.all_gather(torch.tensor(self._by_rows), self.process_group)
-            if len(set(kinds.tolist())) > 1:
-                raise ValueError(f"weight is {weight!r} on this rank, but not on all")
+            self._begin_alike(self.broadcast_buffers or forward_sync_buffers is not None)
+        if forward_sync_buffers is not None:
+            self.broadcast_buffers = forward_sync_buffers
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self._joins = self._shrinks = self._throws = False  # what join was told
         self._attach()
+
+    def _begin_alike(self, buffers: bool) -> None:
+        share_state(self.module, self.process_group, buffers)
+        if len(set(ranks.all_gather_int(int(self._by_rows), self.process_group))) > 1:
+            mine = "rows" if self._by_rows else "equal"
+            raise ValueError(f"weight is {mine!r} on this rank, but not on all")
 
     def _attach(self) -> None:
         """Give the parameters their hooks."""
-        params = [param for param in self.module.parameters() if param.requires_grad]
-        named = self.module.named_parameters()
+        named = list(self.module.named_parameters())
         self._frozen = [(name, param) for name, param in named if not param.requires_grad]
-        self._ranks = dist.get_process_group_ranks(self.process_group)
-        self._active = self._ranks  # those that have a batch: inside join they become fewer
+        self._join: Join | None = None
+        self.timeline: list | None = None
+        params = [param for _, param in named if param.requires_grad]
+        as_view = self.gradient_as_bucket_view
         self.reducer = Reducer(
-            params,
-            self.process_group,
-            self.bucket_cap_mb,
-            self._by_rows,
-            self.gradient_as_bucket_view,
+            params, self.process_group, self.bucket_cap_mb, self._by_rows, as_view
         )
 
     def forward(self, *args, **kwargs):
         """Call the module; before that, the ranks share their buffers where torch's do."""
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
-        shares = self.will_sync_module_buffers()
-        if self._joins:
-            self._roll_call(_Plans(True, averages, shares))
-        if shares:
+        if self._join:
+            self._join.roll_call(AVERAGES if averages else PRESENT)
+        if self.will_sync_module_buffers():
             self._share_buffers()
         if torch.is_grad_enabled():
             for name, param in self._frozen:
                 if param.requires_grad:
                     raise ValueError(f"{name} was unfrozen after wrapping: wrap the module again")
-            self.reducer.prepare(self._weight(args, kwargs))
+            self.reducer.timeline = self.timeline
+            self.reducer.begin(self._weight_of(args, kwargs))
         if self.device_ids:
             [(args, kwargs)] = scatter((args, kwargs), [torch.device("cuda", self.device_ids[0])])
         output = self.module(*args, **kwargs)
         if averages:
-            self.reducer.expect(output)
+            self.reducer.expect(_tensors_in(output))
         self.require_forward_param_sync = averages
         return output
 
-    def _weight(self, args: tuple, kwargs: dict) -> float:
+    def _weight_of(self, args: tuple, kwargs: dict) -> float:
+        """Return what this rank's gradients count: the sum of all ranks' is the result."""
         if self._by_rows:
-            return _num_rows(args, kwargs)
-        return 1 / len(self._active if self._shrinks else self._ranks)
+            return num_rows(args, kwargs)
+        if self.reducer.comm_hook:
+            return 1  # torch's hooks divide by the number of ranks themselves
+        return self._join.weight if self._join else 1 / self.process_group.size()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -241,22 +228,11 @@ class DistributedDataParallel(nn.Module):
         """
         if not callable(hook):
             raise TypeError(f"hook must be a function, not {hook!r}")
-        if self.reducer.hook:
+        if self.reducer.comm_hook:
             raise RuntimeError("register_comm_hook can be called only once")
         if self._by_rows:
             raise ValueError('weight="rows" divides by all rows: it cannot be left to a hook')
-        self.reducer.hook = state, hook
-
-    @property
-    def timeline(self) -> list | None:
-        """See the class."""
-        return self.reducer.timeline
-
-    @timeline.setter
-    def timeline(self, spans: list | None) -> None:
-        self.reducer.timeline = spans
-
-    # Buffers
+        self.reducer.comm_hook = partial(hook, state)
 
     def will_sync_module_buffers(self) -> bool:
         """Say whether the next forward pass begins with rank 0's buffers for all."""
@@ -264,16 +240,10 @@ class DistributedDataParallel(nn.Module):
         return wanted and any(True for _ in self.module.buffers())
 
     def _share_buffers(self) -> None:
+        source = self._join.source if self._join else dist.get_global_rank(self.process_group, 0)
         with naming_join():
             unseen = [buffer.data for buffer in self.module.buffers()]  # by autograd, as in torch
-            share_tensors(unseen, self._source, self.process_group)
-
-    @property
-    def _source(self) -> int:
-        """The rank whose state all take: the first; inside join the last that has a batch."""
-        return self._active[-1] if self._joins else self._ranks[0]
-
-    # Ranks with fewer batches than others
+            share_tensors(unseen, source, self.process_group)
 
     @contextmanager
     def join(
@@ -293,39 +263,17 @@ class DistributedDataParallel(nn.Module):
 
         Every forward pass with gradients enabled must be followed by its backward pass.
         """
-        self._joins, self._shrinks = enable, enable and not divide_by_initial_world_size
-        self._throws = throw_on_early_termination
+        if not enable:
+            yield
+            return
+        self._join = Join(self, divide_by_initial_world_size, throw_on_early_termination)
         try:
             yield
-            while enable and (plans := self._roll_call(_Plans(False, False, False))).present:
-                if plans.shares_buffers:
-                    self._share_buffers()
-                if plans.averages:
-                    self.reducer.connect()
-                    self.reducer.finish(absent=True)
-                self.require_forward_param_sync = plans.averages
-            if enable:
-                buffers = self.module.buffers() if self.broadcast_buffers else ()
-                tensors = [*self.module.parameters(), *buffers]
-                share_tensors(tensors, self._source, self.process_group)
+            self._join.keep_up()
         finally:
-            self._joins, self._shrinks, self._active = False, False, self._ranks
-
-    def _roll_call(self, mine: _Plans) -> _Plans:
-        """Note who has a batch; return what those who have one are about to do."""
-        number = sum(planned << i for i, planned in enumerate(mine))
-        numbers = ranks.all_gather_int(number, self.process_group)
-        plans = [_Plans(*(n >> i & 1 for i in range(len(mine)))) for n in numbers]
-        active = [rank for rank, plan in zip(self._ranks, plans, strict=True) if plan.present]
-        if self._throws and 0 < len(active) < len(plans):
-            raise RuntimeError("a rank has no batch left, and throw_on_early_termination is set")
-        self._active = active or self._active
-        return _Plans(*map(any, zip(*plans, strict=True)))
-
-    # Copies
+            self._join = None
 
     def __getstate__(self) -> dict:
-        check_group(None)
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError(
                 "only a DistributedDataParallel of all ranks can be copied or saved: copy .module, "
@@ -341,9 +289,12 @@ class DistributedDataParallel(nn.Module):
         self._attach()
 
 
-def _num_rows(args: tuple, kwargs: dict) -> int:
-    """Return dimension 0 of the first tensor that forward is given."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.dim():
-            return len(value)
-    raise ValueError('weight="rows" needs a tensor with rows among the arguments of forward')
+def _tensors_in(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output, also in nested tuples, lists, dicts and dataclasses."""
+    if is_dataclass(output):
+        output = [getattr(output, field.name) for field in fields(output)]
+    elif isinstance(output, dict):
+        output = output.values()
+    elif not isinstance(output, (list, tuple)):
+        return [output] if isinstance(output, torch.Tensor) else []
+    return [tensor for part in output for tensor in _tensors_in(part)]

@@ -1,4 +1,4 @@
-"""The arguments of DistributedDataParallel that have to be looked at: those for GPUs, the refused.
+"""What DistributedDataParallel refuses, and why.
 
 Source: ``torch.nn.parallel.DistributedDataParallel``, whose arguments they are.
 """
@@ -6,25 +6,42 @@ Source: ``torch.nn.parallel.DistributedDataParallel``, whose arguments they are.
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _get_device_index
 
+from ..ranks.members import check_group
 from .batch_norm import SyncBatchNorm
 
+REFUSED = (
+    "delay_all_reduce_named_params",
+    "param_to_hook_all_reduce",
+    "mixed_precision",
+    "device_mesh",
+    "skip_all_reduce_unused_params",
+    "bucket_cap_mb_list",
+)
 
-def refuse(**arguments) -> None:
-    """Raise NotImplementedError for the first argument that is neither None nor False."""
-    for name, value in arguments.items():
-        if value is not None and value is not False:
+
+def check_arguments(
+    *, module, device_ids, init_sync, process_group, bucket_cap_mb, weight, group, **others
+) -> None:
+    """Raise the errors that ``DistributedDataParallel`` names, unless its arguments are good."""
+    for name in REFUSED:
+        if others[name] is not None and others[name] is not False:
             raise NotImplementedError(
-                f"{name}={value!r} is not supported here: use "
+                f"{name}={others[name]!r} is not supported here: use "
                 "torch.nn.parallel.DistributedDataParallel for it"
             )
-
-
-def refuse_groups(**arguments) -> None:
-    """Raise TypeError for a group in another's place: the second here, the sixth in torch 2.6."""
-    for name, value in arguments.items():
-        if isinstance(value, dist.ProcessGroup):
-            raise TypeError(f"{name} is a process group: pass it as process_group=")
+    if any(isinstance(value, dist.ProcessGroup) for value in (device_ids, init_sync)):
+        raise TypeError("pass the process group as process_group=")  # the sixth in torch 2.6
+    if group is not None and process_group is not None:
+        raise TypeError("group is the old name of process_group: pass one of them")
+    check_group(process_group or group)
+    if weight not in ("equal", "rows"):
+        raise ValueError(f'weight must be "equal" or "rows", not {weight!r}')
+    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be positive, not {bucket_cap_mb!r}")
+    check_module(module, weight)
+    check_gpu(module, device_ids, others["output_device"])
 
 
 def check_module(module: nn.Module, weight: str) -> None:
@@ -42,29 +59,25 @@ def check_module(module: nn.Module, weight: str) -> None:
         raise ValueError("no parameter of the module requires gradients: nothing to average")
 
 
-def check_gpu(module, device_ids, output_device) -> tuple[list[int] | None, int | None]:
-    """Return ``device_ids`` and ``output_device`` as torch keeps them: as numbers of GPUs."""
+def check_gpu(module: nn.Module, device_ids, output_device) -> None:
+    """Raise an error unless ``device_ids`` is a list of the one GPU on which the module is."""
     if not isinstance(device_ids, (list, tuple, type(None))):
         raise TypeError(f"device_ids must be a list of one GPU, such as [0], not {device_ids!r}")
-    if not device_ids and output_device is None:
-        return None, None
     devices = {param.device for param in module.parameters()}
-    numbers = [_number(device) for device in device_ids or ()]
-    if numbers not in [[device.index] for device in devices] or len(devices) > 1:
+    numbers, output = gpu_numbers(device_ids, output_device)
+    named = [torch.device("cuda", number) for number in numbers or ()]
+    if output is not None and named != list(devices):
         where = " and ".join(sorted(map(str, devices)))
         raise ValueError(
             f"device_ids={device_ids} and output_device={output_device}, but the module is on "
             f"{where}: device_ids can name the one GPU on which a module is; leave both out, or "
             "move the module there first, as by module.to(0)"
         )
-    return numbers, numbers[0] if output_device is None else _number(output_device)
 
 
-def _number(device: int | str | torch.device) -> int:
-    """Return the number of a GPU; that of "cuda" is the current one's."""
-    if isinstance(device, int):
-        return device
-    index, kind = torch.device(device).index, torch.device(device).type
-    if kind != "cuda":
-        return -1  # no GPU: refused by its place
-    return torch.cuda.current_device() if index is None else index
+def gpu_numbers(device_ids, output_device) -> tuple[list[int] | None, int | None]:
+    """Return ``device_ids`` and ``output_device`` as torch keeps them: as numbers of GPUs."""
+    numbers = [_get_device_index(device, optional=True) for device in device_ids or ()]
+    if output_device is not None:
+        return numbers or None, _get_device_index(output_device, optional=True)
+    return (numbers, numbers[0]) if numbers else (None, None)

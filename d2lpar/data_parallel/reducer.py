@@ -1,19 +1,19 @@
 """The reducer: averages gradients between ranks while backward still runs.
 
-It copies gradients into flat *buckets*, in the order in which backward is expected to make them
-(the reverse of the parameters'), and hands each bucket to a communication thread as soon as it is
-full. ``ddp`` has the module around it. Notebook 05 builds this file. Source: Li et al., "PyTorch
-Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020), and torch's
-``Reducer``.
+A hook of each parameter notes that its gradient is there. As soon as a *bucket* has all its
+gradients, it is filled, and a communication thread sends it. When backward ends, the reducer waits
+for the thread and hands the averages out. Buckets follow the order in which backward is expected to
+make gradients (the reverse of the parameters'). ``ddp`` has the module around it.
+
+Notebook 05 uses this file. Source: Li et al., "PyTorch Distributed: Experiences on Accelerating
+Data Parallel Training" (VLDB 2020), and torch's ``Reducer``.
 """
 
-import contextvars
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from contextvars import copy_context
 from functools import partial
 from threading import Event, Lock
 from typing import Any
@@ -26,16 +26,25 @@ from .. import ranks
 from ..ranks.members import Member, line_of
 from ..ranks.sender import Sender
 from .buckets import Bucket, make_buckets
-from .scattering import tensors_of
+from .uneven import naming_join
+
+# What the reducer does with a gradient that backward makes
+IGNORES = "ignores"  # it is the rank's own: no forward pass has announced it
+EXPECTS = "expects"  # it begins a backward pass that averages
+AVERAGES = "averages"  # such a pass is running, and will call _end
 
 
 class Reducer:
     """Averages the gradients of ``params`` in each backward pass that a forward pass has announced.
 
-    It lives as long as its owner, or as the graph of a tensor that it was told to ``expect``, alone
-    or in tuples, lists, dicts and dataclasses. With it go its hooks, its thread and its line. On a
-    GPU messages travel in a stream of their own, which waits for the gradients' streams, and for
-    which the caller's waits; not run on a GPU.
+    It lives as long as its owner, or as the graph of the tensors that it was told to ``expect``.
+    Its hooks, its thread and its line go with it. On a GPU messages travel in a stream of their
+    own, which waits for the gradients' streams, and for which the caller's waits. That was not run
+    on a GPU.
+
+    Attributes:
+        comm_hook: None, or a function of a bucket that takes the place of the allreduce.
+        timeline: None; a list here is given (bucket, begin, end) in seconds for each message.
     """
 
     def __init__(
@@ -43,90 +52,74 @@ class Reducer:
         params: list[nn.Parameter],
         group: dist.ProcessGroup,
         bucket_cap_mb: float,
-        by_rows: bool,
-        as_view: bool,
+        by_rows: bool = False,
+        as_view: bool = False,
     ):
         self.group, self.by_rows, self.as_view = group, by_rows, as_view
         self.buckets = make_buckets(params, bucket_cap_mb)
+        self.comm_hook: Callable[[Bucket], torch.futures.Future] | None = None
         self.timeline: list | None = None
-        self.hook: tuple[Any, Callable] | None = None  # (state, function), instead of allreduce
         self._line: Member | None = None  # in which the buckets' order is that of the messages
-        self._weight = 1.0  # of this rank's gradients: its rows since the last averaging, …
-        self._counts_anew = True  # … which ends with the first forward pass after it
-        self._averages = False  # whether the next backward pass is to be averaged
-        self._awaits_end = False  # whether this backward pass will call _end
         self._lock = Lock()  # autograd has a thread for each device, and all call the hooks
         self._streams = {  # of the messages, one per GPU
-            bucket.device: torch.cuda.Stream(bucket.device)
-            for bucket in self.buckets
-            if bucket.device.type == "cuda"
+            param.device: torch.cuda.Stream(param.device) for param in params if param.is_cuda
         }
-        self._context = contextvars.copy_context()
-        self._begin()
+        self._reset()
         self._sender = Sender()
+        weakref.finalize(self, self._sender.stop)
         me = weakref.ref(self)  # a hook lives as long as its parameter, and must not hold more
-        handles = [
-            param.register_post_accumulate_grad_hook(partial(_on_gradient, me, b, i))
-            for b, bucket in enumerate(self.buckets)
-            for i, param in enumerate(bucket.params)
-        ]
-        weakref.finalize(self, _let_go, handles, self._sender)
+        for bucket in self.buckets:
+            for i, param in enumerate(bucket.params):
+                on_gradient = partial(_on_gradient, me, bucket, i)
+                handle = param.register_post_accumulate_grad_hook(on_gradient)
+                weakref.finalize(self, handle.remove)
 
     # Before backward
 
-    def prepare(self, weight: float) -> None:
-        """Get ready for a forward pass with gradients; on this rank they count ``weight``."""
-        if self._in_backward:  # the last backward pass was broken off by an error
-            wait(self._futures)  # what it has sent is still read, until allreduce's timeout
-            self._begin()
-            self._counts_anew, self._averages = True, False
-        self._awaits_end = False
-        adds_up = self.by_rows and not self._counts_anew
-        self._weight = weight + self._weight if adds_up else weight
-        self._counts_anew = False
-        self._context = contextvars.copy_context()  # the thread counts bytes where forward does
+    def begin(self, weight: float) -> None:
+        """Get ready for a forward pass with gradients; on this rank they count ``weight``.
 
-    def expect(self, output: Any) -> None:
-        """Average in the next backward pass, and in each one that goes through ``output``."""
+        Weights that are rows add up until a backward pass has used them.
+        """
+        if any(bucket.ready for bucket in self.buckets):  # an error broke off the last backward
+            wait(self._sent)  # still reads the buckets, until allreduce's timeout
+            self._reset()
+        self._state = IGNORES
+        adds_up = self.by_rows and not self._weight_is_used
+        self._weight = self._weight + weight if adds_up else weight
+        self._weight_is_used = False
+
+    def expect(self, outputs: list[torch.Tensor]) -> None:
+        """Average in the next backward pass, and in each one that goes through ``outputs``."""
         self.connect()
-        self._averages = True
-        for tensor in _tensors_in(output):
+        self._state = EXPECTS
+        for tensor in outputs:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._enter)
 
     def connect(self) -> None:
-        """Take a line in the group, unless there is one: called by all its ranks."""
-        if self._line is None:
-            self._line = line_of(self.group)
+        """Get ready to send, with a line of our own in the group: called by all its ranks."""
+        self._line = self._line or line_of(self.group)
+        self._context = copy_context()  # the thread counts bytes where the caller does
 
-    def _begin(self) -> None:
-        """Make ready for the next backward pass."""
-        self._futures: list[Future] = []  # of the buckets that are under way
-        self._in_backward = False
+    def _reset(self) -> None:
+        self._state, self._weight_is_used = IGNORES, True
+        self._sent: list[Future] = []  # one per bucket that is under way
         for bucket in self.buckets:
             bucket.ready.clear()
 
     # During backward
 
     def _enter(self, *_) -> None:
-        """A backward pass comes to an output: average in it, and finish when it ends."""
-        self._averages = True
-        self._await_end()  # already here, since a reentrant pass inside this one ends earlier
-
-    def _await_end(self) -> None:
-        if not self._awaits_end:
-            self._awaits_end = True
+        """Average in this backward pass, which may have others inside, and finish when it ends."""
+        if self._state != AVERAGES:
+            self._state = AVERAGES
             # torch has no public way to learn that backward is over; its own one is private.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    def _end(self) -> None:
-        self._awaits_end = False
-        if self._in_backward:
-            self.finish()
-
-    def _gradient_is_ready(self, bucket: Bucket, i: int) -> None:
-        self._in_backward = True
-        self._await_end()
+    def _note(self, bucket: Bucket, i: int) -> None:
+        """The i-th gradient of a bucket is there: send all buckets whose turn it is."""
+        self._enter()
         if bucket.params[i].grad.requires_grad:
             raise RuntimeError(
                 "a gradient of a gradient cannot be averaged: call backward without create_graph, "
@@ -138,94 +131,86 @@ class Reducer:
                 "between: checkpoint with use_reentrant=False"
             )
         bucket.ready.add(i)
-        self._note_stream(bucket)
-        while len(self._futures) < len(self.buckets) and self._next_bucket().is_full:
-            self._send(self._next_bucket())
-
-    def _next_bucket(self) -> Bucket:
-        return self.buckets[len(self._futures)]
+        self._wait_for_gradients(bucket)
+        while len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].is_full:
+            self._send(self.buckets[len(self._sent)])
 
     def _send(self, bucket: Bucket, absent: bool = False) -> None:
         """Fill a bucket, and hand it to the communication thread."""
-        weight = 1.0 if self.hook else self._weight  # torch's hooks divide by the ranks themselves
+        weight = 0 if absent else self._weight
         with self._beside(bucket):
-            bucket.fill(0 if absent else weight)
+            bucket.fill(weight)
             if bucket.is_last():
                 params = [param for b in self.buckets for param in b.params]
                 used = [param.grad is not None and not absent for param in params]
-                rows = 0 if absent else self._weight
-                bucket.manifest.copy_(torch.tensor([*used, rows], dtype=bucket.dtype))
-            reduced = self._call_hook(bucket)
-        self._futures.append(self._sender.submit(self._context.run, self._reduce, bucket, reduced))
+                bucket.manifest.copy_(torch.tensor([*used, weight], dtype=bucket.flat.dtype))
+            # The hook is called here, so that all ranks send what it sends in the same order.
+            future = self.comm_hook and self.comm_hook(bucket)
+        self._sent.append(self._sender.submit(self._context.run, self._reduce, bucket, future))
 
-    def _call_hook(self, bucket: Bucket) -> torch.futures.Future | None:
-        """Call the hook from backward, so that all ranks send what it sends in the same order."""
-        if self.hook is None:
-            return None
-        state, function = self.hook
-        reduced = function(state, bucket)
-        if not hasattr(reduced, "wait"):  # torch's own are of a class without a public name
-            kind = type(reduced).__name__
-            raise TypeError(f"a communication hook must return a torch.futures.Future, not {kind}")
-        return reduced
-
-    def _reduce(self, bucket: Bucket, reduced: torch.futures.Future | None) -> None:
+    def _reduce(self, bucket: Bucket, future: torch.futures.Future | None) -> None:
         begin = time.perf_counter()
         with self._beside(bucket):
-            if reduced is None:
-                ranks.allreduce(bucket.flat, group=self._line)
-            else:
-                bucket.values.copy_(_result_of(reduced, self._line.timeout))
+            if self.comm_hook:
+                bucket.values.copy_(_result_of(future, self._line.timeout))
                 ranks.allreduce(bucket.manifest, group=self._line)
+            else:
+                ranks.allreduce(bucket.flat, group=self._line)
         if self.timeline is not None:
             self.timeline.append((bucket.number, begin, time.perf_counter()))
 
     # After backward
 
+    def _end(self) -> None:
+        self._state = IGNORES
+        if any(bucket.ready for bucket in self.buckets):
+            self.finish()
+
     @torch.no_grad()
     def finish(self, absent: bool = False) -> None:
         """Send what is left, wait for all, and hand out the gradients, unless we are ``absent``."""
-        while len(self._futures) < len(self.buckets):
-            self._note_stream(self._next_bucket())
-            self._send(self._next_bucket(), absent)  # not full: some are unused on this rank
+        for bucket in self.buckets[len(self._sent) :]:  # not full: some are unused on this rank
+            self._wait_for_gradients(bucket)
+            self._send(bucket, absent)
         with naming_join():
-            for future in self._futures:
+            for future in self._sent:
                 future.result()
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         *users, rows = self.buckets[-1].manifest.tolist()
-        if self.by_rows and rows:
-            for bucket in self.buckets:
+        self._reset()  # but the weight stays: one forward pass may have two backward passes
+        users = iter(users)
+        for bucket in self.buckets:
+            if self.by_rows and rows:
                 bucket.flat.div_(rows.real)
-        self._counts_anew = True  # the rows stay: one forward pass may have two backward passes
-        self._averages = False
-        self._begin()
-        places = [(bucket, i) for bucket in self.buckets for i in range(len(bucket.params))]
-        for (bucket, i), count in zip(places, users, strict=True):
-            if count and not absent:
-                bucket.hand_out(i, self.as_view)
+            for i in range(len(bucket.params)):
+                if next(users) and not absent:
+                    bucket.hand_out(i, self.as_view)
 
     # On GPUs
 
     def _beside(self, bucket: Bucket):
         """Work in the stream of the messages, beside the one in which backward computes."""
-        return torch.cuda.stream(self._streams.get(bucket.device))  # of None: changes nothing
+        return torch.cuda.stream(self._streams.get(bucket.flat.device))  # of None: changes nothing
 
-    def _note_stream(self, bucket: Bucket) -> None:
+    def _wait_for_gradients(self, bucket: Bucket) -> None:
         """Let the messages' stream wait for what the current one has to do by now."""
-        if stream := self._streams.get(bucket.device):
-            stream.wait_event(torch.cuda.current_stream(bucket.device).record_event())
+        if stream := self._streams.get(bucket.flat.device):
+            stream.wait_event(torch.cuda.current_stream(stream.device).record_event())
 
 
-def _on_gradient(me: weakref.ref, b: int, i: int, param: nn.Parameter) -> None:
+def _on_gradient(me: weakref.ref, bucket: Bucket, i: int, _: Any) -> None:
     reducer = me()
-    if reducer is not None and reducer._averages:
+    if reducer is not None and reducer._state != IGNORES:
         with reducer._lock:
-            reducer._gradient_is_ready(reducer.buckets[b], i)
+            reducer._note(bucket, i)
 
 
 def _result_of(future: torch.futures.Future, timeout: float) -> torch.Tensor:
     """Wait for what a communication hook has begun; torch's ``wait`` alone has no limit."""
+    if not hasattr(future, "wait"):  # torch's own are of a class without a public name
+        kind = type(future).__name__
+        raise TypeError(f"a communication hook must return a torch.futures.Future, not {kind}")
     done = Event()
     future.add_done_callback(lambda _: done.set())
     if not done.wait(timeout):
@@ -234,31 +219,3 @@ def _result_of(future: torch.futures.Future, timeout: float) -> torch.Tensor:
             "set it failed, or has another rank not called its hook?"
         )
     return future.wait()
-
-
-def _tensors_in(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of an output, of its dataclasses too."""
-    if is_dataclass(output):
-        output = [getattr(output, field.name) for field in fields(output)]
-    if isinstance(output, (list, tuple, dict)):
-        parts = output.values() if isinstance(output, dict) else output
-        return [tensor for part in parts for tensor in _tensors_in(part)]
-    return tensors_of(output)
-
-
-def _let_go(handles: list, sender: Sender) -> None:
-    for handle in handles:
-        handle.remove()
-    sender.stop()
-
-
-@contextmanager
-def naming_join() -> Iterator[None]:
-    """Let an error that names a missing rank also name the most likely cause."""
-    try:
-        yield
-    except ranks.PeerError as error:
-        if not error.ranks:
-            raise
-        words = "if it had fewer batches than this rank, put the loop into `with model.join():`"
-        raise ranks.PeerError(f"{error}; {words}", error.ranks) from None

@@ -4,13 +4,12 @@ All ranks shuffle alike, from the same seed, and rank r of k takes places r, r +
 the order. So nothing has to be sent, and k ranks with b examples each see together the very batch
 of k·b examples that one process would see.
 
-Notebook 05 builds this file. Source: torch's ``torch.utils.data.distributed.DistributedSampler``,
+Notebook 05 uses this file. Source: torch's ``torch.utils.data.distributed.DistributedSampler``,
 whose sequences these are.
 """
 
-import math
-import operator
 from collections.abc import Iterator, Sized
+from operator import index
 
 import torch
 import torch.distributed as dist
@@ -39,12 +38,6 @@ class DistributedSampler(Sampler[int]):
     Attributes:
         num_samples: how many examples this rank has in an epoch.
         total_size: how many all ranks have together.
-
-    Raises:
-        TypeError: the data set has no length.
-        ValueError: num_replicas, rank or seed is not a whole number, or out of range; ``drop_last``
-            is set and ``pad`` is not.
-        RuntimeError: num_replicas or rank is None, and there is no default process group.
     """
 
     def __init__(
@@ -58,21 +51,14 @@ class DistributedSampler(Sampler[int]):
         *,
         pad: bool = True,
     ):
-        if not hasattr(dataset, "__len__"):
-            kind = type(dataset).__name__
-            raise TypeError(f"dataset must have a length, as range(10) has; {kind} has none")
-        if None in (num_replicas, rank) and not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                "there is no process group to ask for num_replicas and rank: pass both, or call "
-                "torch.distributed.init_process_group first"
-            )
+        k = index(dist.get_world_size() if num_replicas is None else num_replicas)
+        self.rank = index(dist.get_rank() if rank is None else rank)
+        if not 0 <= self.rank < k:
+            raise ValueError(f"rank must be from 0 to num_replicas - 1 = {k - 1}, not {rank!r}")
         if drop_last and not pad:
             raise ValueError("drop_last leaves examples out, pad=False keeps each: choose one")
-        self.dataset, self.shuffle, self.drop_last, self.pad = dataset, shuffle, drop_last, pad
-        k = dist.get_world_size() if num_replicas is None else num_replicas
-        self.num_replicas = k = _whole("num_replicas", k, 1)
-        self.rank = _whole("rank", dist.get_rank() if rank is None else rank, 0, k - 1)
-        self.seed = _whole("seed", seed)
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, index(seed)
+        self.num_replicas, self.drop_last, self.pad = k, drop_last, pad
         self.epoch = self.start = 0
         n = len(dataset)
         each = n // k if drop_last else -(-n // k)
@@ -86,13 +72,10 @@ class DistributedSampler(Sampler[int]):
         examples this rank has used already. It holds until the next ``set_epoch``. The sampler does
         not count them itself: a ``DataLoader`` with workers reads ahead, so only the training loop
         knows what was used.
-
-        Raises:
-            ValueError: epoch or start is not a whole number, or start is out of range.
         """
-        epoch = _whole("epoch", epoch)
-        self.start = _whole("start", start, 0, self.num_samples)
-        self.epoch = epoch
+        if not 0 <= start <= self.num_samples:
+            raise ValueError(f"start must be from 0 to {self.num_samples}, not {start!r}")
+        self.epoch, self.start = index(epoch), index(start)
 
     def __len__(self) -> int:
         return self.num_samples - self.start
@@ -105,14 +88,3 @@ class DistributedSampler(Sampler[int]):
             order = order.repeat(-(-self.total_size // n))
         own = order[self.rank : self.total_size : self.num_replicas]
         return iter(own[self.start :].tolist())
-
-
-def _whole(name: str, value, least: float = -math.inf, most: float = math.inf) -> int:
-    """Return a whole number of Python's or numpy's as an int, if it is in range."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = math.nan
-    if not least <= number <= most:
-        raise ValueError(f"{name} must be a whole number from {least} to {most}, not {value!r}")
-    return number

@@ -1,80 +1,14 @@
 """SyncBatchNorm: k ranks compute what one device computes from all their rows."""
 
+from itertools import accumulate, pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import LIMIT, attempts, clones, close, distance, grads
 from torch import nn
 
-from d2lpar import DistributedDataParallel, SyncBatchNorm, ranks
-from d2lpar.ranks.launcher import launch
-
-CHANNELS = 3
-
-
-def rows_of(n, dtype=torch.float64, seed=0):
-    """Channels with means 0, 2, 100 and deviations 1, 5, 0.1; and what comes back for the output.
-
-    The last shows a variance that is computed as a difference of two large numbers.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    X = torch.randn(n, CHANNELS, 4, 5, generator=generator, dtype=torch.float64)
-    scale, shift = torch.tensor([1, 5, 0.1]), torch.tensor([0, 2, 100.0])
-    X = X * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
-    grad = torch.randn(X.shape, generator=generator, dtype=torch.float64)
-    return X.to(dtype), grad.to(dtype)
-
-
-def state_of(layer):
-    names = ("running_mean", "running_var", "num_batches_tracked")
-    return [getattr(layer, name) for name in names if getattr(layer, name) is not None]
-
-
-def make(cls, options, dtype=torch.float64):
-    layer = cls(CHANNELS, **options).to(dtype)
-    if layer.weight is not None:
-        with torch.no_grad():
-            layer.weight.copy_(torch.tensor([0.5, 2.0, -1.0]))
-            layer.bias.copy_(torch.tensor([1.0, 0.0, 3.0]))
-    return layer
-
-
-def run(layer, batches):
-    """The last output, its gradients, and the running statistics, after several batches."""
-    for X, grad in batches:
-        X = X.clone().requires_grad_()
-        layer.zero_grad()
-        y = layer(X)
-        y.backward(grad)
-    params = [] if layer.weight is None else [layer.weight.grad, layer.bias.grad]
-    return y.detach(), X.grad, params, state_of(layer)
-
-
-def in_rank(rank, world_size, counts, options, dtype, memory_format=None):
-    batches = []
-    for seed in range(3):
-        X, grad = (t.split(counts)[rank] for t in rows_of(sum(counts), dtype, seed))
-        if memory_format:
-            X = X.contiguous(memory_format=memory_format)
-        batches.append((X, grad))
-    y, X_grad, params, state = run(make(SyncBatchNorm, options, dtype), batches)
-    for grad in params:
-        ranks.allreduce(grad)
-    return y, X_grad, params, state
-
-
-def largest_differences(counts, options, dtype=torch.float64, **more):
-    results = launch(in_rank, len(counts), counts, options, dtype, timeout=60, **more)
-    batches = [rows_of(sum(counts), torch.float64, seed) for seed in range(3)]
-    whole = run(make(nn.BatchNorm2d, options), batches)
-    joined = [torch.cat([r[i] for r in results]) for i in range(2)]
-    differences = [
-        (ours - theirs).abs().max().item() for ours, theirs in zip(joined, whole, strict=False)
-    ]
-    for _, _, params, state in results:
-        pairs = zip(params + state, whole[2] + whole[3], strict=True)
-        differences += [(ours - theirs).abs().max().item() for ours, theirs in pairs]
-    return differences
-
+from d2lpar import DistributedDataParallel, SyncBatchNorm, launch, ranks
 
 OPTIONS = [
     {},
@@ -85,193 +19,179 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("counts", [(12,), (6, 6), (9, 3), (3, 3, 3, 3), (1, 7, 0, 4)], ids=str)
-def test_as_on_one_device(counts, options):
-    assert max(largest_differences(counts, options)) < 1e-9
+def rows_of(n, seed=0):
+    """Channels with means 0, 2, 100 and deviations 1, 5, 0.1; and what comes back for the output.
+
+    The last shows a variance that is computed as a difference of two large numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    X, grad = torch.randn(2, n, 3, 4, 5, generator=generator, dtype=torch.float64)
+    scale, shift = torch.tensor([1, 5, 0.1]), torch.tensor([0, 2, 100.0])
+    return X * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1), grad
 
 
-def test_in_float32_the_channel_with_a_large_mean_keeps_its_digits():
-    """By the mean of squares minus the square of the mean it would be 0.18 off."""
-    differences = largest_differences((9, 3), {}, torch.float32)
-    assert differences[0] < 1e-3
-    assert differences[1] < 1e-2  # the gradients, times 1 / 0.1
+def make(kind, dtype=torch.float64, **options):
+    layer = kind(3, **options).to(dtype)
+    if layer.weight is not None:
+        with torch.no_grad():
+            layer.weight.copy_(torch.tensor([0.5, 2.0, -1.0]))
+            layer.bias.copy_(torch.tensor([1.0, 0.0, 3.0]))
+    return layer
 
 
-def test_strides_do_not_matter():
-    counts, options = (4, 4), {}
-    result = launch(in_rank, 2, counts, options, torch.float64, torch.channels_last, timeout=60)
-    plain = launch(in_rank, 2, counts, options, torch.float64, timeout=60)
-    for ours, theirs in zip(result, plain, strict=True):
-        assert torch.allclose(ours[0], theirs[0], rtol=0, atol=1e-12)
+def runs(layer, counts, own=slice(None), change=lambda X: X):
+    """After three batches: the last output and its gradient, [of parameters], [statistics]."""
+    for seed in range(3):
+        X, grad = (change(tensor[own]) for tensor in rows_of(sum(counts), seed))
+        layer.zero_grad()
+        y = layer(X.requires_grad_())
+        y.backward(grad)
+    return y.detach(), X.grad, grads(layer), clones(layer.buffers())
 
 
-def each_alone(rank, world_size, counts):
-    X, grad = (t.split(counts)[rank] for t in rows_of(sum(counts)))
-    return run(make(nn.BatchNorm2d, {}), [(X, grad)])[0]
+def compare(rank, k, counts, options, change=lambda X: X, dtype=torch.float64):
+    """Ours on this rank's rows, and torch's BatchNorm on all rows, of which it takes the same."""
+    begin, end = list(pairwise([0, *accumulate(counts)]))[rank]
+    ours = runs(make(SyncBatchNorm, dtype, **options), counts, slice(begin, end), change)
+    for grad in ours[2]:
+        ranks.allreduce(grad)
+    y, X_grad, *others = runs(make(nn.BatchNorm2d, **options), counts)
+    return ours, (y[begin:end], X_grad[begin:end], *others)
 
 
-def test_control_a_batchnorm_on_each_rank_is_another_network():
-    whole = run(make(nn.BatchNorm2d, {}), [rows_of(12)])[0]
-    alone = torch.cat(launch(each_alone, 2, (6, 6), timeout=60))
-    assert (alone - whole).abs().max() > 0.1
+def as_on_one_device(rank, k):
+    for counts in ((6, 3, 0, 1), (3, 3, 3, 3)):
+        for options in OPTIONS:
+            torch.testing.assert_close(*compare(rank, k, counts, options), rtol=1e-9, atol=1e-9)
 
 
-def in_ddp(rank, world_size):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(CHANNELS, 4, 3), nn.BatchNorm2d(4), nn.Flatten()).double()
-    X, _ = rows_of(8)
-    whole = gradients(model, X)
-    sync = SyncBatchNorm.convert_sync_batchnorm(model)
-    wrapped = DistributedDataParallel(sync)
-    ours = gradients(wrapped, X[4 * rank : 4 * rank + 4])
-    return max((a - b).abs().max().item() for a, b in zip(ours, whole, strict=True))
+def strides_do_not_matter(rank, k):
+    def channels_last(X):
+        return X.contiguous(memory_format=torch.channels_last)
+
+    ours, theirs = compare(rank, k, (3, 3, 3, 3), {}, channels_last)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-def gradients(model, X):
-    model.zero_grad()
-    model(X).pow(3).mean().backward()
-    return [param.grad.clone() for param in model.parameters()]
+def keeps_the_digits_of_a_large_mean(rank, k):
+    """By the mean of squares minus the square of the mean, float32 would be 0.18 off."""
+    ours, theirs = compare(rank, k, (6, 3, 2, 1), {}, torch.Tensor.float, torch.float32)
+    assert distance(ours[:1], theirs[:1]) < 1e-3
+    assert distance(ours[1:2], theirs[1:2]) < 1e-2  # the gradients, times 1 / 0.1
 
 
-def test_inside_ddp_gradients_are_those_of_one_device():
-    assert max(launch(in_ddp, 2, timeout=60)) < 1e-9
+def control_each_alone_is_another_network(rank, k):
+    X, _ = rows_of(12)
+    own = slice(3 * rank, 3 * rank + 3)
+    assert distance([make(nn.BatchNorm2d)(X[own])], [make(nn.BatchNorm2d)(X)[own]]) > 0.1
 
 
-def weighted(rank, world_size):
+def in_ddp(rank, k):
     """Uneven rows: the loss is weighted, and the gradients are those of one device."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
-    X, counts = torch.randn(12, 3, dtype=torch.float64), (9, 3)
-    model(X).pow(2).mean().backward()
-    whole = [param.grad.clone() for param in model.parameters()]
-    sync = SyncBatchNorm.convert_sync_batchnorm(model)
-    wrapped, own = DistributedDataParallel(sync), X.split(counts)[rank]
-    wrapped.zero_grad()
-    (wrapped(own).pow(2).mean() * len(own) * world_size / len(X)).backward()
-    off = max(
-        (p.grad - g).abs().max().item() for p, g in zip(sync.parameters(), whole, strict=True)
-    )
-    try:
-        DistributedDataParallel(sync, weight="rows")
-    except ValueError as error:
-        return off, str(error)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()).double()
+    X, counts = rows_of(9)[0], (4, 2, 2, 1)
+    model(X).pow(3).mean().backward()
+    whole, own = clones(grads(model)), X.split(counts)[rank]
+    model.zero_grad()
+    wrapped = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(model))
+    (wrapped(own).pow(3).mean() * len(own) * k / len(X)).backward()
+    close(grads(model), whole, rtol=1e-8, atol=1e-9)
 
 
-def test_with_uneven_rows_the_loss_is_weighted_and_weight_rows_is_refused():
-    for off, error in launch(weighted, 2, timeout=60):
-        assert off < 1e-9
-        assert "weight each rank's loss by rows * k / all rows" in error
-
-
-def penalty(rank, world_size):
+def backward_can_be_differentiated(rank, k):
     """A gradient penalty: backward through backward."""
-    X = rows_of(6)[0].split(3)[rank].clone().requires_grad_()
-    y = SyncBatchNorm(CHANNELS, affine=False).double()(X)
-    (grad,) = torch.autograd.grad(y.pow(3).sum(), X, create_graph=True)
-    grad.pow(2).sum().backward()
-    return X.grad
+
+    def penalty(layer, X):
+        X.requires_grad_()
+        (grad,) = torch.autograd.grad(layer(X).pow(3).sum(), X, create_graph=True)
+        grad.pow(2).sum().backward()
+        return X.grad
+
+    X, own = rows_of(8)[0], slice(2 * rank, 2 * rank + 2)
+    ours = penalty(SyncBatchNorm(3, affine=False).double(), X[own].clone())
+    theirs = penalty(nn.BatchNorm2d(3, affine=False).double(), X)
+    torch.testing.assert_close(ours, theirs[own], rtol=1e-6, atol=1e-6 * theirs.abs().max().item())
 
 
-def test_backward_can_be_differentiated():
-    X = rows_of(6)[0].requires_grad_()
-    y = nn.BatchNorm2d(CHANNELS, affine=False).double()(X)
-    (grad,) = torch.autograd.grad(y.pow(3).sum(), X, create_graph=True)
-    grad.pow(2).sum().backward()
-    joined = torch.cat(launch(penalty, 2, timeout=60))
-    assert torch.allclose(joined, X.grad, rtol=1e-6, atol=1e-6 * X.grad.abs().max().item())
+def nothing_is_sent_in_evaluation(rank, k):
+    if rank == 0:
+        X, _ = rows_of(4)
+        assert torch.equal(make(SyncBatchNorm).eval()(X), make(nn.BatchNorm2d).eval()(X))
 
 
-def evaluate_alone(rank, world_size):
-    X, _ = rows_of(4)
-    layer = SyncBatchNorm(CHANNELS).double().eval()
-    return layer(X).sum().item() if rank == 0 else None
+def sixteen_bits(rank, k):
+    X = rows_of(4)[0].bfloat16()
+    layer = SyncBatchNorm(3)
+    y, exact = layer(X), nn.BatchNorm2d(3).double()(X.double())
+    assert (y.dtype, layer.running_mean.dtype) == (torch.bfloat16, torch.float32)
+    assert distance([y], [exact]) < 2e-2  # half a step between bfloat16 numbers from 4 to 8
 
 
-def test_in_evaluation_nothing_is_sent():
-    assert launch(evaluate_alone, 2, timeout=20)[0] is not None
-
-
-def of_16_bits(rank, world_size):
-    X, _ = rows_of(4, torch.bfloat16)
-    layer = SyncBatchNorm(CHANNELS)
-    y = layer(X)
-    exact = nn.BatchNorm2d(CHANNELS).double()(X.double())
-    return y.dtype, layer.running_mean.dtype, (y.double() - exact).abs().max().item()
-
-
-def test_16_bits_are_normalised_in_float32():
-    dtype, statistics, off = launch(of_16_bits, 2, timeout=60)[0]
-    assert (dtype, statistics) == (torch.bfloat16, torch.float32)
-    assert off < 2e-2  # half a step between bfloat16 numbers from 4 to 8
-
-
-def one_value(rank, world_size):
-    errors = []
-    for X in (torch.ones(1 - rank, 2), torch.ones(0, 2), torch.ones(3), torch.ones(4, 5)):
-        try:
+def bad_inputs(rank, k):
+    for X, words in [
+        (torch.ones(int(rank == 0), 2), "more than one value per channel"),
+        (torch.ones(0, 2), "more than one value per channel"),
+        (torch.ones(3), r"shape \(3,\), and SyncBatchNorm takes \(n, 2, \.\.\.\)"),
+        (torch.ones(4, 5), r"shape \(4, 5\)"),
+    ]:
+        with pytest.raises(ValueError, match=words):
             SyncBatchNorm(2)(X)
-        except ValueError as error:
-            errors.append(str(error))
-    return errors
 
 
-def test_bad_inputs_are_refused_on_all_ranks():
-    for errors in launch(one_value, 2, timeout=60):
-        assert "more than one value per channel" in errors[0]
-        assert errors[1] == errors[0]
-        assert "shape (3,), and SyncBatchNorm takes (n, 2, ...)" in errors[2]
-        assert "shape (4, 5)" in errors[3]
-
-
-def groups(rank, world_size):
-    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    layer = SyncBatchNorm(1, momentum=1.0, process_group=pair)
-    X = torch.tensor([[float(rank)], [rank + 1.0]], requires_grad=True)
-    layer(X).pow(3).sum().backward()
-    own = X.grad.flatten()
-    model = SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(1), pair)
-    return layer.running_mean.item(), own, model.process_group is pair
-
-
-def test_only_the_ranks_of_the_group_count():
-    results = launch(groups, 4, timeout=60)
-    assert [mean for mean, _, _ in results] == [1, 1, 3, 3]
+def only_ranks_of_the_group_count(rank, k):
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     X = torch.tensor([[0.0], [1], [1], [2]], requires_grad=True)
     nn.BatchNorm1d(1)(X).pow(3).sum().backward()
-    for pair in (results[:2], results[2:]):
-        joined = torch.cat([own for _, own, _ in pair])
-        assert torch.allclose(joined, X.grad.flatten(), atol=1e-4)
-    assert all(kept for _, _, kept in results)
+    layer = SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), pairs[rank // 2])
+    own = torch.tensor([[float(rank)], [rank + 1.0]], requires_grad=True)
+    layer(own).pow(3).sum().backward()
+    assert layer.running_mean.item() == [1, 1, 3, 3][rank]
+    begin = 2 * (rank % 2)
+    torch.testing.assert_close(own.grad, X.grad[begin : begin + 2], rtol=0, atol=1e-4)
 
 
-def test_without_a_process_group_and_in_evaluation_it_is_batchnorm():
-    X, _ = rows_of(6, torch.float32)
-    ours, torchs = make(SyncBatchNorm, {}, torch.float32), make(nn.BatchNorm2d, {}, torch.float32)
-    assert torch.equal(ours(X), torchs(X))
-    assert torch.equal(ours.eval()(X), torchs.eval()(X))
+CHECKS = [
+    as_on_one_device,
+    strides_do_not_matter,
+    keeps_the_digits_of_a_large_mean,
+    control_each_alone_is_another_network,
+    in_ddp,
+    backward_can_be_differentiated,
+    nothing_is_sent_in_evaluation,
+    sixteen_bits,
+    bad_inputs,
+    only_ranks_of_the_group_count,
+]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return launch(attempts, 4, {check.__name__: check for check in CHECKS}, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_four_ranks(found, check):
+    assert [of_rank[check.__name__] for of_rank in found] == [("ok", None)] * 4
+
+
+def test_without_a_process_group_it_is_batchnorm():
+    X, _ = rows_of(6)
+    assert torch.equal(make(SyncBatchNorm)(X), make(nn.BatchNorm2d)(X))
 
 
 def test_conversion_takes_everything_over():
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.BatchNorm2d(2, momentum=None)))
-    model[1].append(nn.BatchNorm1d(2, eps=0.5, affine=False, track_running_stats=False).eval())
-    model[1].append(model[1][0])  # the same layer again
-    before = model[1][0]
-    params = list(model.parameters())
-    converted = SyncBatchNorm.convert_sync_batchnorm(model)
-    assert converted is model
+    norm = nn.BatchNorm2d(2, momentum=None)
+    other = nn.BatchNorm1d(2, eps=0.5, affine=False, track_running_stats=False).eval()
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(norm, other, norm))
+    params, buffers = list(model.parameters()), list(model.buffers())
+    assert SyncBatchNorm.convert_sync_batchnorm(model) is model
     first, second, third = model[1]
-    assert first is third
-    assert (second.eps, second.track_running_stats) == (0.5, False)
-    assert first.num_batches_tracked is before.num_batches_tracked
-    assert isinstance(first, SyncBatchNorm)
-    assert (first.momentum, first.training, second.training) == (None, True, False)
-    assert first.running_var is before.running_var
-    assert (second.weight, second.affine, first.affine) == (None, False, True)
+    assert first is third and isinstance(first, SyncBatchNorm)
+    assert (first.momentum, first.affine, first.training) == (None, True, True)
+    assert (second.eps, second.affine, second.weight, second.training) == (0.5, False, None, False)
     assert [id(p) for p in model.parameters()] == [id(p) for p in params]
-    alone = SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3, dtype=torch.float64))
-    assert isinstance(alone, SyncBatchNorm)
-    assert alone.running_mean.dtype == torch.float64
-    theirs = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3))
-    assert type(SyncBatchNorm.convert_sync_batchnorm(theirs)) is SyncBatchNorm
+    assert [id(b) for b in model.buffers()] == [id(b) for b in buffers]
+    for alone in (nn.BatchNorm1d(3, dtype=torch.float64), nn.SyncBatchNorm(3)):
+        assert type(SyncBatchNorm.convert_sync_batchnorm(alone)) is SyncBatchNorm
     assert SyncBatchNorm(3, bias=False).bias is None

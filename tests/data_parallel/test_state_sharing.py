@@ -1,104 +1,144 @@
-"""All ranks begin with one rank's state. How modules differ, and what is said of it: test_ddp."""
+"""All ranks begin with one rank's state, or learn how their modules differ."""
 
-from functools import partial
-
+import pytest
 import torch
+from helpers import LIMIT, attempts
 from torch import nn
 
-from d2lpar import count_bytes
+from d2lpar import DistributedDataParallel, NaiveDistributedDataParallel, count_bytes, launch
 from d2lpar.data_parallel import state_sharing
 from d2lpar.data_parallel.state_sharing import share_state, share_tensors
-from d2lpar.ranks.launcher import launch
-
-LIMIT = 60  # seconds, for what takes less than one
 
 
 def model(rank):
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    module.register_buffer("mask", torch.tensor([rank == 0, rank == 1]))
-    module.register_buffer("turned", torch.full((2, 3), float(rank)).t())
-    for tensor in (*module.parameters(), module[1].running_mean, module[1].num_batches_tracked):
+    module.register_buffer("mask", torch.tensor([rank == 0, rank == 1]), persistent=False)
+    module.register_buffer("turned", torch.zeros(2, 3).t())
+    module.sixteen = nn.Parameter(torch.zeros(3, dtype=torch.float16), requires_grad=False)
+    for tensor in (*module.parameters(), *module[1].buffers(), module.turned):
         tensor.data.fill_(rank)
     return module
 
 
-def numbers(tensors):
-    return {float(tensor.flatten()[0]) for tensor in tensors}
+def values(tensors):
+    return {value for tensor in tensors for value in tensor.flatten().tolist()}
 
 
-def test_buffers_of_one_rank_are_taken_by_all():
-    def share(rank, world_size):
+def takes_rank_0s_state(rank, k):
+    for share in (share_state, NaiveDistributedDataParallel, DistributedDataParallel):
         module = model(rank)
-        share_tensors(module.buffers(), 1)
-        buffers = dict(module.named_buffers())
-        return (
-            buffers["mask"].tolist(),
-            buffers["turned"].tolist(),
-            buffers["1.running_mean"].tolist(),
-            buffers["1.num_batches_tracked"].item(),
-            numbers(module.parameters()),
-        )
-
-    for rank, found in enumerate(launch(share, 3, timeout=LIMIT)):
-        assert found == ([False, True], [[1.0, 1.0]] * 3, [1.0] * 3, 1, {float(rank)})
+        share(module)
+        assert values(module.parameters()) | values(module[1].buffers()) == {0}
+        assert module.mask.tolist() == [True, False] and values([module.turned]) == {0}
+    share_state(module := model(rank), buffers=False)
+    assert values(module.parameters()) == {0} and values([module.turned]) == {rank}
 
 
-def test_a_graph_that_has_saved_a_buffer_does_not_see_it_change():
-    def share(rank, world_size):
-        module = model(rank)
-        X = torch.ones(2, 3, requires_grad=True)
-        loss = (X * module[1].running_mean).sum()
-        share_tensors([buffer.data for buffer in module.buffers()], 1)
-        loss.backward()  # with the numbers of rank 1: as torch, we do not keep the old ones
-        return X.grad.tolist()
-
-    assert launch(share, 2, timeout=LIMIT) == [[[1.0] * 3] * 2] * 2
+def takes_another_ranks_buffers(rank, k):
+    module = model(rank)
+    share_tensors(module.buffers(), 1)
+    assert module.mask.tolist() == [False, True] and values([module.turned]) == {1}
+    assert values(module[1].buffers()) == {1} and values(module.parameters()) == {rank}
 
 
-def test_buffers_may_be_left_out():
-    def share(rank, world_size):
-        module = model(rank)
-        share_state(module, buffers=False)
-        return numbers(module.parameters()), module[1].running_mean.tolist()
-
-    expected = [({0.0}, [float(rank)] * 3) for rank in range(2)]
-    assert launch(share, 2, timeout=LIMIT) == expected
-
-
-def test_many_tensors_travel_in_few_messages_and_none_is_larger_than_allowed():
-    def share(rank, world_size, limit):
+def sends_few_messages(rank, k):
+    """As float32 travel, in this order, 12 bytes and five times 80 and 16; then int64, and bool."""
+    for limit, messages in ((2**20, 1 + 2), (100, 6 + 2), (1, 11 + 2)):
         state_sharing.MESSAGE_BYTES = limit
-        module = nn.Sequential(*[nn.Linear(10, 10) for _ in range(6)], nn.Linear(100, 10))
-        module.register_buffer("count", torch.tensor(rank))
-        module.half_weight = nn.Parameter(torch.full((3,), float(rank), dtype=torch.float16))
+        module = nn.Sequential(*[nn.Linear(5, 4) for _ in range(5)])
+        module.sixteen = nn.Parameter(torch.zeros(3, dtype=torch.float16))
         with torch.no_grad():
             for param in module.parameters():
-                param.fill_(rank)
+                param.fill_(rank + 0.5)
+        large, flags = torch.tensor(2**53 + rank), torch.tensor([rank == 1] * 3)
         with count_bytes() as ledger:
-            share_tensors([*module.parameters(), *module.buffers()], 1)
-        return numbers(module.parameters()), module.count.item(), ledger.messages[1, 0]
+            share_tensors([*module.parameters(), large, flags], 1)
+        assert values(module.parameters()) == {1.5}
+        assert large.item() == 2**53 + 1 and flags.all()
+        if rank == 1:
+            assert sum(n for (src, _), n in ledger.messages.items() if src == 1) == messages * (
+                k - 1
+            )
 
-    # 440 bytes per layer, then 4,000 and 40 of the last one; then float16; then int64
-    for limit, messages in ((2**20, 3), (900, 3 + 2 + 2), (1, 14 + 2)):
-        first, second = launch(share, 2, limit, timeout=LIMIT)
-        assert first[:2] == second[:2] == ({1.0}, 1)
-        assert second[2] == messages
+
+def is_seen_by_autograd_unless_it_is_data(rank, k):
+    module, X = model(rank), torch.ones(2, 3, requires_grad=True)
+    mean = module[1].running_mean
+    loss = (X * mean).sum()
+    share_tensors([mean.data], 1)
+    loss.backward()  # with the numbers of rank 1: as torch, we do not keep the old ones
+    assert values([X.grad]) == {1}
+    loss = (X * mean).sum()
+    share_tensors([mean], 0)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()
 
 
-def test_autograd_sees_that_parameters_change_and_odd_tensors_are_refused():
-    def share(rank, world_size):
-        weight = nn.Parameter(torch.ones(2))
-        product, found = (weight * weight).sum(), []
-        share_tensors([weight, nn.Parameter(torch.ones(3))], 0)
-        odd = {"expanded": torch.ones(1).expand(3), "sparse": torch.eye(2).to_sparse()}
-        for call in (product.backward, *(partial(share_tensors, [odd[n]], 0) for n in odd)):
-            try:
-                call()
-            except (RuntimeError, ValueError) as error:
-                found.append(f"{type(error).__name__}: {error}")
-        return found
+def odd_module(case):
+    """What rank 2 has instead of a Linear and a BatchNorm."""
+    linear, norm = nn.Linear(2, 3), nn.BatchNorm1d(3)
+    module = nn.Sequential(linear, norm)
+    if case == "name":
+        module = nn.Sequential(linear)
+        module.add_module("norm", norm)
+    elif case == "shape":
+        module = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+    elif case == "dtype":
+        linear.double()
+    elif case == "order":
+        linear._parameters = dict(reversed(linear._parameters.items()))
+    elif case == "one more":
+        module.append(nn.Linear(3, 1))
+    elif case == "more at the end":
+        norm.register_buffer("late", torch.zeros(1))
+    elif case == "one less":
+        module[1] = nn.BatchNorm1d(3, affine=False)
+    elif case == "strides":  # gradients lie in a bucket as their parameters do
+        linear.weight.data = linear.weight.data.t().contiguous().t()
+    elif case == "frozen":
+        norm.requires_grad_(False)
+    elif case == "buffers":
+        module[1] = nn.BatchNorm1d(3, track_running_stats=False)
+    return module
 
-    for inplace, expanded, sparse in launch(share, 2, timeout=LIMIT):
-        assert inplace.startswith("RuntimeError") and "inplace operation" in inplace
-        assert expanded.startswith("ValueError: the tensor is an expanded view")
-        assert sparse.startswith("ValueError: the tensor is sparse")
+
+DIFFERENCES = {  # case: what rank 0 has, what rank 2 has
+    "name": ("1.weight, float32 [3]", "norm.weight, float32 [3]"),
+    "shape": ("0.weight, float32 [3, 2]", "0.weight, float32 [4, 2]"),
+    "dtype": ("0.weight, float32 [3, 2]", "0.weight, float64 [3, 2]"),
+    "order": ("0.weight, float32 [3, 2]", "0.bias, float32 [3]"),
+    "one more": ("1.running_mean, float32 [3]", "2.weight, float32 [1, 3]"),
+    "more at the end": ("nothing more", "1.late, float32 [1]"),
+    "one less": ("1.weight, float32 [3]", "1.running_mean, float32 [3]"),
+    "frozen": ("1.weight, float32 [3]", "1.weight, float32 [3] (frozen)"),
+    "buffers": ("1.running_mean, float32 [3]", "nothing more"),
+    "strides": ("0.weight, float32 [3, 2]", "0.weight, float32 [3, 2] with strides [1, 3]"),
+}
+
+
+def refuses_modules_that_differ(rank, k):
+    for case, (mine, other) in DIFFERENCES.items():
+        for kind in (DistributedDataParallel, NaiveDistributedDataParallel):
+            with pytest.raises(ValueError) as caught:
+                kind(odd_module(case if rank == 2 else "even"))
+            assert f" is {mine} on rank 0, but {other} on rank 2" in str(caught.value), case
+    DistributedDataParallel(nn.Linear(2, 2))  # the group is as usable as before
+
+
+CHECKS = [
+    takes_rank_0s_state,
+    takes_another_ranks_buffers,
+    sends_few_messages,
+    is_seen_by_autograd_unless_it_is_data,
+    refuses_modules_that_differ,
+]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return launch(attempts, 3, {check.__name__: check for check in CHECKS}, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_state(found, check):
+    assert [of_rank[check.__name__] for of_rank in found] == [("ok", None)] * 3
