@@ -397,7 +397,7 @@ def test_what_the_system_refuses_is_named():
     """Each in a process of its own: what has been started once needs nothing more."""
     source = """
     import resource
-    from d2lpar.launcher import launch
+    from d2lpar.ranks.launcher import launch
     if {few}:
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
     try:
@@ -592,7 +592,7 @@ def shared_memory_of(pids):
 
 HANG = """
     import os, signal, sys, threading, time
-    from d2lpar.launcher import launch
+    from d2lpar.ranks.launcher import launch
 
     # A background job of a shell script ignores SIGINT, and what it starts inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -712,7 +712,7 @@ def test_scripts_run_their_top_level_once(how):
     source = f"""
     import os, threading
     from dataclasses import dataclass
-    from d2lpar.launcher import RankError, launch
+    from d2lpar.ranks.launcher import RankError, launch
 
     with open(os.path.join(os.environ["TMPDIR"], "runs"), "a") as file:
         file.write("once\\n")
@@ -761,7 +761,7 @@ CELLS = [
     """
     import os, sys, time
     import torch, torch.distributed as dist
-    from d2lpar.launcher import RankError, launch
+    from d2lpar.ranks.launcher import RankError, launch
     _ = torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # threads of OpenMP, after which fork hangs
     """,
     """
