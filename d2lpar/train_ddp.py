@@ -13,11 +13,12 @@ Notebook 05 runs this file.
 """
 
 import argparse
+import json
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -38,15 +39,6 @@ from .network import LeNet, loss, sgd
 HOW = "start it with torchrun: torchrun --nproc_per_node=2 -m d2lpar.train_ddp"
 
 
-class Place(NamedTuple):
-    """Where a process stands among the others."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-
-
 class Progress(NamedTuple):
     """How far a run has come: so many epochs, and so many batches of the next one."""
 
@@ -55,31 +47,21 @@ class Progress(NamedTuple):
     loss: float  # sum over this rank's examples of the epoch that is under way
 
 
-def place(environment: Mapping[str, str]) -> Place:
-    """Return what torchrun has written into the environment.
+def place(environment: Mapping[str, str]) -> tuple[int, ...]:
+    """Return what torchrun has set: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
 
     Raises:
-        ValueError: a variable is missing, is no number, or contradicts another one.
+        ValueError: a variable is missing, or they contradict each other.
     """
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    missing = [name for name in (*names, "MASTER_ADDR") if not environment.get(name)]
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+    missing = [n for n in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(n)]
     if missing:
         raise ValueError(f"not set: {', '.join(missing)}; {HOW}")
-    wrong = [f"{n}={environment[n]!r}" for n in names if not environment[n].isdecimal()]
-    if wrong:
-        raise ValueError(f"not a whole number: {', '.join(wrong)}; {HOW}")
-    rank, local_rank, size, local_size, port = (int(environment[name]) for name in names)
-    for smaller, a, larger, b in (
-        ("RANK", rank, "WORLD_SIZE", size),
-        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size),
-        ("LOCAL_WORLD_SIZE", local_size - 1, "WORLD_SIZE", size),
-        ("LOCAL_RANK", local_rank - 1, "RANK", rank),
-        ("MASTER_PORT", port, "65536, the number of ports,", 65536),
-    ):
-        if a >= b:
-            value = environment[smaller]
-            raise ValueError(f"{smaller}={value} does not go with {larger}={b}; {HOW}")
-    return Place(rank, local_rank, size, local_size)
+    rank, local_rank, size, local_size = here = tuple(int(environment[name]) for name in names)
+    if not (0 <= local_rank <= rank < size and local_rank < local_size <= size):
+        given = ", ".join(f"{name}={environment[name]}" for name in names)
+        raise ValueError(f"these contradict each other: {given}; {HOW}")
+    return here
 
 
 def device_of(local_rank: int, local_world_size: int, gpus: str | None) -> torch.device:
@@ -93,12 +75,10 @@ def device_of(local_rank: int, local_world_size: int, gpus: str | None) -> torch
         enough = count >= local_world_size
         return torch.device("cuda", local_rank) if enough else torch.device("cpu")
     chosen = gpus.split(",")
-    if not all(gpu.isdecimal() and int(gpu) < count for gpu in chosen):
-        raise ValueError(f"--gpus {gpus}: this machine has {count} GPUs, numbered from 0")
-    if len(set(chosen)) != len(chosen) or len(chosen) != local_world_size:
-        raise ValueError(
-            f"--gpus {gpus}: {local_world_size} processes need as many different GPUs, one each"
-        )
+    exist = set(chosen) <= {str(i) for i in range(count)}
+    if not exist or not len(chosen) == len(set(chosen)) == local_world_size:
+        problem = f"{local_world_size} processes need as many different GPUs, one each"
+        raise ValueError(f"--gpus {gpus}: {problem}; this machine has {count}, numbered from 0")
     return torch.device("cuda", int(chosen[local_rank]))
 
 
@@ -120,17 +100,17 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _positive(kind):
-    def parse(text):
+def _positive(kind: type) -> Callable[[str], float]:
+    def number(text: str) -> float:
         value = kind(text)
         if not 0 < value < math.inf:
             raise argparse.ArgumentTypeError(f"{text} is not positive and finite")
         return value
 
-    return parse
+    return number
 
 
-def train(args: argparse.Namespace, device: torch.device) -> LeNet:
+def train_epochs(args: argparse.Namespace, device: torch.device) -> LeNet:
     """Train in the default process group, as the command line says; return the network.
 
     Raises:
@@ -140,18 +120,15 @@ def train(args: argparse.Namespace, device: torch.device) -> LeNet:
     """
     world_size = dist.get_world_size()
     if args.batch_size % world_size:
-        near = args.batch_size // world_size * world_size or world_size
-        raise ValueError(
-            f"--batch-size {args.batch_size} cannot be shared by {world_size} ranks: "
-            f"take a multiple, such as {near}"
-        )
+        uneven = f"--batch-size {args.batch_size} cannot be shared by {world_size} ranks"
+        raise ValueError(f"{uneven}: take a multiple of {world_size}")
     train_iter, test_iter = load_data_fashion_mnist(args.batch_size, device=device)
     images, labels = train_iter.images[: args.examples], train_iter.labels[: args.examples]
     train_iter = Minibatches(images, labels, args.batch_size)
     network = LeNet(generator=torch.Generator().manual_seed(args.seed)).to(device)
     progress = Progress(0, 0, 0.0)
     if args.resume or args.resume_if_there:
-        progress = resume(args, network, len(train_iter))
+        progress = resume(args, network)
     model = DistributedDataParallel(network, weight="rows")
     for epoch in range(progress.epoch, args.epochs):
         begin = time.perf_counter()
@@ -163,26 +140,15 @@ def train(args: argparse.Namespace, device: torch.device) -> LeNet:
     return network
 
 
-def train_epoch(
-    args: argparse.Namespace,
-    progress: Progress,
-    model: DistributedDataParallel,
-    train_iter: Minibatches,
-) -> float:
+def train_epoch(args, progress: Progress, model: DistributedDataParallel, train_iter) -> float:
     """Take the batches that are left of an epoch; return the sum of this rank's losses in all."""
     epoch, first, loss_sum = progress
-    sampler = DistributedSampler(train_iter.images, seed=args.seed, pad=False)
     num_rows, num_batches = args.batch_size // dist.get_world_size(), len(train_iter)
+    sampler = DistributedSampler(train_iter.images, seed=args.seed, pad=False)
     sampler.set_epoch(epoch, start=first * num_rows)
     own = iter(sampler)
-    for i in tqdm(
-        range(first, num_batches),
-        f"epoch {epoch + 1}/{args.epochs}",
-        num_batches,
-        initial=first,
-        disable=dist.get_rank() > 0,
-        leave=False,
-    ):
+    bar = {"desc": f"epoch {epoch + 1}/{args.epochs}", "total": num_batches, "initial": first}
+    for i in tqdm(range(first, num_batches), **bar, disable=dist.get_rank() > 0, leave=False):
         rows = torch.tensor(list(islice(own, num_rows)), dtype=torch.int64)  # maybe none
         X, y = train_iter.take(rows.to(train_iter.images.device))
         losses = loss(model(X), y)
@@ -206,11 +172,9 @@ def report(epoch, args, network: LeNet, loss_part: float, test_iter, seconds: fl
     ranks.allreduce(sums)
     if dist.get_rank() == 0:
         mean_loss, correct, total = sums.tolist()
-        print(
-            f"epoch {epoch + 1:2}/{args.epochs}: loss {mean_loss:.3f}, test accuracy "
-            f"{correct / total:.3f} ({correct:.0f} of {total:.0f}), {seconds:.1f} s",
-            flush=True,
-        )
+        tested = f"{correct / total:.3f} ({correct:.0f} of {total:.0f})"
+        result = f"loss {mean_loss:.3f}, test accuracy {tested}, {seconds:.1f} s"
+        print(f"epoch {epoch + 1:2}/{args.epochs}: {result}", flush=True)
 
 
 def save(args: argparse.Namespace, network: LeNet, progress: Progress) -> None:
@@ -221,77 +185,56 @@ def save(args: argparse.Namespace, network: LeNet, progress: Progress) -> None:
         save_checkpoint(args.checkpoint, {**network.state_dict(), "losses": losses}, info)
 
 
-@torch.no_grad()
-def resume(args: argparse.Namespace, network: LeNet, num_batches: int) -> Progress:
-    """Load the checkpoint on rank 0, whose parameters the others get; return the progress.
+def resume(args: argparse.Namespace, network: LeNet) -> Progress:
+    """Load the checkpoint on rank 0, and return each rank's progress.
 
-    Only rank 0 needs the file, so the machines need not share a disk.
+    Only rank 0 needs the file, so the machines need not share a disk; the others get its parameters
+    from ``DistributedDataParallel``.
 
     Raises:
         CheckpointError: on all ranks, and with rank 0's reason.
     """
-    news = torch.zeros(3 + dist.get_world_size(), dtype=torch.float64)
     problem, text = None, b""
     if dist.get_rank() == 0:
         try:
-            epoch, batch, losses = _load(args, network, num_batches)
-            news[1:3] = torch.tensor([epoch, batch])
-            news[3:] = losses
-        except CheckpointError as error:
-            problem, text = error, str(error).encode(errors="backslashreplace")
-            news[0] = len(text)
-    ranks.broadcast(news)
-    if num_bytes := int(news[0]):
-        reason = torch.tensor(list(text or bytes(num_bytes)), dtype=torch.uint8)
-        ranks.broadcast(reason)
-        words = bytes(reason.tolist()).decode()
-        raise problem or CheckpointError(f"rank 0 could not resume: {words}")
-    return Progress(int(news[1]), int(news[2]), news[3 + dist.get_rank()].item())
+            news = _load(args, network)
+        except Exception as error:  # whatever it is: the others must not wait for nothing
+            known = isinstance(error, CheckpointError)
+            problem = error if known else CheckpointError(f"{args.checkpoint}: {error}")
+            news = {"problem": str(problem)}
+        text = json.dumps(news).encode()
+    length = torch.tensor([len(text)])
+    ranks.broadcast(length)
+    letters = torch.tensor(list(text or bytes(length.item())), dtype=torch.uint8)
+    ranks.broadcast(letters)
+    news = json.loads(bytes(letters.tolist()))
+    if "problem" in news:
+        raise problem or CheckpointError(f"rank 0 could not resume: {news['problem']}")
+    return Progress(news["epoch"], news["batch"], news["losses"][dist.get_rank()])
 
 
-def _load(args, network: LeNet, num_batches: int) -> tuple[int, int, torch.Tensor]:
+def _load(args: argparse.Namespace, network: LeNet) -> dict:
     """Load parameters into ``network``; return epoch, batch, and each rank's loss."""
-    losses = torch.zeros(dist.get_world_size(), dtype=torch.float64)
     if args.resume_if_there and not os.path.exists(args.checkpoint):
         print(f"{args.checkpoint}: there is none yet, so this is the beginning", flush=True)
-        return 0, 0, losses
+        return {"epoch": 0, "batch": 0, "losses": [0.0] * dist.get_world_size()}
     tensors, info = load_checkpoint(args.checkpoint)
-    expected = {**network.state_dict(), "losses": losses}
-    if flaw := _flaw(args, tensors, info, expected, num_batches):
-        raise CheckpointError(f"{args.checkpoint}: {flaw}")
-    if info["epoch"] == args.epochs:
-        print(f"{args.checkpoint}: all {args.epochs} epochs are done, nothing is left", flush=True)
-    losses = tensors.pop("losses")
-    network.load_state_dict(tensors)
-    return info["epoch"], info["batch"], losses
-
-
-def _flaw(args, tensors: dict, info: dict, expected: dict, num_batches: int) -> str | None:
-    """Say why this run cannot go on from a checkpoint, or return None if it can."""
     for name, value in _identity(args).items():
         if info.get(name) != value:
             other = f"it is of a run with {name} {info.get(name)}, and this one has {value}"
-            return f"{other}: give the same, or another --checkpoint"
-    for name in {**expected, **tensors}:
-        found, wanted = _kind(tensors.get(name)), _kind(expected.get(name))
-        if found != wanted:
-            flaw = f"its tensor {name!r} is {found}, and should be {wanted}"
-            return f"{flaw}: was it saved by this program?"
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            flaw = f"its tensor {name!r} has NaN or infinite values"
-            return f"{flaw}: take an older one, or begin again with a smaller --lr"
-    epoch, batch = info.get("epoch"), info.get("batch")
-    if type(epoch) is not int or type(batch) is not int or epoch < 0 or batch < 0:
-        return f"its epoch is {epoch!r} and its batch {batch!r}, which tell no place to go on from"
-    if batch >= num_batches or (epoch, batch) > (args.epochs, 0):
-        end = f"--epochs is {args.epochs}, of {num_batches} batches each"
-        return f"it stands at epoch {epoch} and batch {batch}, which is past the end: {end}"
-    return None
-
-
-def _kind(tensor: torch.Tensor | None) -> str:
-    return "absent" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise ValueError(f"{other}: give the same, or another --checkpoint")
+    if flawed := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        remedy = "take an older one, or begin again with a smaller --lr"
+        raise ValueError(f"{', '.join(flawed)} has NaN or infinite values: {remedy}")
+    epoch, batch = info["epoch"], info["batch"]
+    if (epoch, batch) > (args.epochs, 0):
+        past = f"it stands at epoch {epoch} and batch {batch}, which is past the end"
+        raise ValueError(f"{past}: --epochs is {args.epochs}")
+    if epoch == args.epochs:
+        print(f"{args.checkpoint}: all {args.epochs} epochs are done, nothing is left", flush=True)
+    losses = tensors.pop("losses")
+    network.load_state_dict(tensors)
+    return {"epoch": epoch, "batch": batch, "losses": losses.tolist()}
 
 
 def _identity(args: argparse.Namespace) -> dict:
@@ -304,10 +247,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Join the other processes, train, and leave."""
     args = arguments(argv)
     try:
-        here = place(os.environ)
-        device = device_of(here.local_rank, here.local_world_size, args.gpus)
+        rank, local_rank, _, local_world_size = place(os.environ)
+        device = device_of(local_rank, local_world_size, args.gpus)
         folder = Path(args.checkpoint).resolve().parent
-        if here.rank == 0 and not folder.is_dir():
+        if rank == 0 and not folder.is_dir():
             raise ValueError(f"--checkpoint {args.checkpoint}: there is no folder {folder}")
     except ValueError as error:
         sys.exit(f"d2lpar.train_ddp: {error}")
@@ -321,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group(backend, None, limit, world_size, rank, store)
     try:
         ranks.use_messages(timeout=args.timeout)
-        train(args, device)
+        train_epochs(args, device)
     finally:
         dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """Data-parallel training: a replica and a shard of every batch for each device, one allreduce.
 
 ``get_params``, ``split_batch``, ``train_batch`` and ``train`` are those of Dive into Deep Learning,
-section "Training on Multiple GPUs", made to hold on virtual devices too. Notebook 02 builds this
+section "Training on Multiple GPUs". They are right on virtual devices too. Notebook 02 builds this
 file.
 """
 
@@ -15,6 +15,7 @@ import torch
 from .collectives.lists import ring_allreduce
 from .data import Minibatches, load_data_fashion_mnist
 from .devices import as_device, check_devices, choose_devices, hardware, to_device
+from .guards import checked
 from .network import init_params, lenet, loss, sgd
 
 AllReduce = Callable[[list[torch.Tensor]], None]  # sums a list of tensors, in place
@@ -49,12 +50,15 @@ def shard_rows(rows: torch.Tensor, devices: list[torch.device]) -> list[torch.Te
     return [to_device(shard, devices[i], "host", i) for i, shard in enumerate(shards)]
 
 
-def require_replicas(device_params: list[list[torch.Tensor]], devices: list[torch.device]) -> None:
-    """Raise ValueError unless there is one replica for each device."""
+def check_batch(X, y, device_params, devices, *others, **named) -> None:
+    """Raise ValueError for an empty batch, and unless there is one replica for each device."""
+    if len(X) == 0:
+        raise ValueError("the batch is empty: its mean gradient is not defined")
     if len(device_params) != len(devices):
         raise ValueError(f"there are {len(device_params)} replicas for {len(devices)} devices")
 
 
+@checked(check_batch)
 def train_batch(
     X: torch.Tensor,
     y: torch.Tensor,
@@ -73,9 +77,6 @@ def train_batch(
         ValueError: the batch is empty, ``X`` and ``y`` differ in rows, or replicas and devices in
             number.
     """
-    if len(X) == 0:
-        raise ValueError("the batch is empty: its mean gradient is not defined")
-    require_replicas(device_params, devices)
     for params in device_params:
         for param in params:
             param.grad = None  # a call that was interrupted may have left its own
@@ -117,7 +118,6 @@ def accuracy(
 
     Every device works on a shard of each batch: exercise 4 of the book's section.
     """
-    require_replicas(device_params, devices)
     correct, total = [0] * len(devices), 0
     for X, y in test_iter:
         shards = zip(*split_batch(X, y, devices), device_params, strict=True)
@@ -152,16 +152,15 @@ def print_progress(history: History) -> None:
     sys.stdout.flush()
 
 
-def require_positive(**numbers: float) -> None:
-    """Raise ValueError for the first of ``numbers`` that is not positive, naming it."""
-    for name, number in numbers.items():
-        whole = name.startswith("num_")
-        if not isinstance(number, int if whole else (int, float)):
-            raise ValueError(f"{name} must be a {'whole ' * whole}number, not {number!r}")
-        if not number > 0:
-            raise ValueError(f"{name} must be positive, not {number!r}")
+def check_train(num_devices, batch_size, lr, num_epochs=10, **named) -> None:
+    """Raise ValueError for a number that is not positive, unless a part of ``train`` will."""
+    if not lr > 0:
+        raise ValueError(f"lr must be positive, not {lr!r}")
+    if num_epochs < 1:
+        raise ValueError(f"num_epochs must be positive, not {num_epochs!r}")
 
 
+@checked(check_train)
 def train(
     num_devices: int,
     batch_size: int,
@@ -191,7 +190,6 @@ def train(
         ValueError: a number is not positive.
         DataError: the data set is missing or damaged.
     """
-    require_positive(lr=lr, num_epochs=num_epochs)
     devices, description = choose_devices(num_devices)
     train_iter, test_iter = load_data_fashion_mnist(batch_size, seed=seed, device=devices[0])
     params = init_params(generator=torch.Generator().manual_seed(seed))

@@ -8,7 +8,7 @@ import pytest
 from mutants import Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
-LISTS = mutants.read_lists()
+LISTS = {room: mutants.read_list(room) for room in mutants.all_rooms()}
 FAULT = Mutant("no sum", "sums.py", "a + b", "a - b", "tests/test_sums.py::test_sum")
 
 
@@ -49,8 +49,8 @@ def project(tmp_path, monkeypatch):
 
 
 def try_faults(monkeypatch, *faults):
-    monkeypatch.setattr(mutants, "read_lists", lambda: {"ground": list(faults)})
-    return mutants.main([])
+    monkeypatch.setattr(mutants, "read_list", lambda room: list(faults))
+    return mutants.main(["roof"])
 
 
 def test_a_fault_is_caught_and_the_tree_stays(project, monkeypatch, capsys):
@@ -84,9 +84,26 @@ def test_an_unknown_room_is_an_error(capsys):
     assert "no list for kitchen: there are collectives, data_parallel" in capsys.readouterr().out
 
 
-def test_a_test_that_takes_too_long_counts_as_failed(project, monkeypatch):
+def test_only_the_lists_of_the_rooms_that_are_asked_for_are_read(tmp_path, monkeypatch):
+    (tmp_path / "ground.toml").write_text("no TOML")
+    (tmp_path / "roof.toml").write_text("mutant = []")
+    monkeypatch.setattr(mutants, "LISTS", tmp_path)
+    monkeypatch.setattr(mutants, "run_tests", lambda *args, **options: (0, ""))
+    assert mutants.main(["roof"]) == 0
+
+
+def test_a_test_that_takes_too_long_counts_as_failed_but_all_together_have_no_limit(
+    project, monkeypatch
+):
+    limits = []
+
     def run(*args, timeout, **options):
-        raise subprocess.TimeoutExpired(args, timeout)
+        limits.append(timeout)
+        if timeout is not None:
+            raise subprocess.TimeoutExpired(args, timeout)
+        return subprocess.CompletedProcess(args, 0, "")
 
     monkeypatch.setattr(mutants.subprocess, "run", run)
     assert mutants.run_tests(project, ["x"]) == (mutants.FAILED, "not done after 300 s")
+    assert try_faults(monkeypatch, FAULT) == 0
+    assert limits == [300, None, 300]

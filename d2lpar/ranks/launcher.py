@@ -4,8 +4,7 @@
 written: in a cell, in a script with or without a main guard, on standard input. The function
 travels by value (cloudpickle), so the caller's main module is never run again. The ranks are forked
 from a server that has imported torch already (``forkserver``), so they start in a tenth of a
-second; forks of the caller would hang once it has run an OpenMP-sized operation. Where there is no
-fork server, ranks are spawned.
+second. Forks of the caller itself would hang once it has run an OpenMP-sized operation.
 
 The ranks meet in a file, which opens no port, and gloo listens on the loopback interface alone.
 What runs inside a rank is in ``worker``. Notebook 03 uses this file. Source: Python's
@@ -13,11 +12,11 @@ What runs inside a rank is in ``worker``. Notebook 03 uses this file. Source: Py
 """
 
 import contextlib
-import errno
-import inspect
 import linecache
 import multiprocessing
+import operator
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -27,18 +26,16 @@ from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import get_temp_dir
+from types import ModuleType
 from typing import Any
-
-import cloudpickle
 
 from .lanes import SharedMemory
 from .worker import Failure, Job, be_rank, kill_group, pickled
 
 GRACE = 0.1  # seconds for which others may report too, once one rank has failed
 ANSWER = 1.0  # seconds in which a rank must say where it stands, once the time is up
-NAME = "d2lpar rank"  # of a rank's process, with its number
 
-_starting = threading.Lock()  # two threads may launch, but not hide the main module at once
+_starting = threading.Lock()  # two threads may launch, but not change the environment at once
 
 
 class RankError(RuntimeError):
@@ -77,103 +74,50 @@ def launch(
 
     Raises:
         RankError: a rank raised an exception, died, or did not finish in time; all are ended.
-        ValueError: a number is out of range.
+        ValueError: world_size or timeout is out of range.
         TypeError: fn cannot be called, or fn or an argument cannot be pickled.
         RuntimeError: called from a rank, or the ranks cannot be started; the message says why.
     """
-    _check(fn, world_size, timeout, threads)
-    call = pickled([fn, *args], lambda: _culprit(fn, args))
-    own = get_temp_dir() if multiprocessing.parent_process() is None else None  # or inherited
-    context, ranks = _context(), []
-    files = [os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")]
+    _check(fn, world_size, timeout)
+    call = pickled((fn, args), "the function, a variable that it uses, or an argument")
+    context = multiprocessing.get_context("forkserver")
+    # torch.optim imports torch._dynamo when it is first used: seconds, in every rank
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", Job.__module__])
+    store = os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")
+    ranks, memory = [], None
     try:
-        with _deferred_interrupt():
-            if memory := SharedMemory.create(world_size, context):
-                files.append(memory.path)
-        job = Job(call, _sources_of_cells(), dict(os.environ), files, own, timeout, threads)
-        with _named_causes():
-            _start(ranks, world_size, job, memory, context)
-        with _last_resort(ranks, timeout + 3 * ANSWER):
-            return _gather(ranks, timeout)
+        with _starting, _deferred_interrupt():
+            memory = SharedMemory.create(world_size, context)
+            environment = dict(os.environ)
+            job = Job(call, _sources_of_cells(), environment, store, memory, timeout, threads)
+            _start(ranks, world_size, job, context)
+        return _gather(ranks, timeout)
     finally:
         with _deferred_interrupt():
             _end(ranks)
-            for file in files:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(file)
+            if memory:
+                memory.remove()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(store)
 
 
-def _check(fn: Callable, world_size: int, timeout: float, threads: int) -> None:
+def _check(fn: Callable, world_size: int, timeout: float) -> None:
     if not callable(fn):
         raise TypeError(f"launch needs a function, got {fn!r}; write launch(f, 2), not launch(f())")
-    for name, number in {"world_size": world_size, "threads": threads}.items():
-        if type(number) is not int or number < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
-    if not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
-        raise ValueError(f"timeout must be more than 0 and at most 1e6 seconds, got {timeout!r}")
-    here = multiprocessing.current_process()
-    if here.daemon or here.name.startswith(NAME):  # a daemon: the worker of a pool, for instance
-        where = f"launch was called from a rank or a worker ({here.name})"
+    if operator.index(world_size) < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if not 0 < timeout <= 1e6:
+        raise ValueError(f"timeout must be more than 0 and at most 1e6 seconds, got {timeout}")
+    if multiprocessing.parent_process():
+        name = multiprocessing.current_process().name
+        where = f"launch was called from a rank or a worker ({name})"
         raise RuntimeError(f"{where}, which cannot have ranks of its own")
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        problem = "the working directory, which would be that of the ranks, has been deleted"
-        raise RuntimeError(f"{problem}: change to another one (os.chdir)") from None
-
-
-def _culprit(fn: Callable, args: tuple) -> str:
-    """Name what in a call cannot be pickled: "RLock object" alone does not help a student."""
-    suspects = {f"argument {i} ({type(a).__name__})": a for i, a in enumerate(args)}
-    with contextlib.suppress(TypeError, ValueError):  # not a Python function; a name not yet bound
-        used = inspect.getclosurevars(fn)
-        for name, value in {**used.globals, **used.nonlocals}.items():
-            suspects[f"{name!r} ({type(value).__name__}), which the function uses,"] = value
-    for name, value in suspects.items():
-        try:
-            cloudpickle.dumps(value)
-        except Exception:
-            return name
-    return f"the function {getattr(fn, '__name__', fn)!r}"
 
 
 def _sources_of_cells() -> dict:
-    """The source of code that is in no file, so that a rank's traceback can show its lines."""
-    return {
-        name: (entry[0], None, *entry[2:])  # no modification time: never compared with a file
-        for name, entry in list(linecache.cache.items())
-        if len(entry) == 4 and not os.path.exists(name)
-    }
-
-
-@contextlib.contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Hide where the main module comes from: multiprocessing would run it again in each child."""
-    main = vars(sys.modules["__main__"])
-    saved = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
-    main["__spec__"] = None
-    try:
-        yield
-    finally:
-        main.update(saved)
-
-
-@contextlib.contextmanager
-def _tidy_server() -> Iterator[None]:
-    """Keep a fork server that starts now from importing what lies in the current directory.
-
-    Torch's compiler, which it imports, makes folders: let them be in one that is removed.
-    """
-    own = get_temp_dir()
-    ours = {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_CACHE_DIR": own, "TMPDIR": own}
-    before = {name: os.environ[name] for name in ours if name in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
-        os.environ.update(before)
+    """Return the source of code that is in no file, which a rank's traceback is to show."""
+    entries = linecache.cache.copy().items()  # an entry is (length, time of the file, lines, name)
+    return {name: entry for name, entry in entries if len(entry) == 4 and entry[1] is None}
 
 
 @contextlib.contextmanager
@@ -182,14 +126,12 @@ def _deferred_interrupt() -> Iterator[None]:
     came = []
     if in_main_thread := threading.current_thread() is threading.main_thread():
         handler = signal.signal(signal.SIGINT, lambda *_: came.append(True))
-    if posix := hasattr(signal, "pthread_sigmask"):
-        resource_tracker.ensure_running()  # first, since it unblocks SIGINT when it starts
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it
+    resource_tracker.ensure_running()  # first, since it unblocks SIGINT when it starts
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it
     try:
         yield
     finally:
-        if posix:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if in_main_thread:
             signal.signal(signal.SIGINT, handler)
         if came:
@@ -197,45 +139,46 @@ def _deferred_interrupt() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _named_causes() -> Iterator[None]:
-    """Say what the operating system lacks that ranks need, and what to do."""
+def _apart_from_the_caller() -> Iterator[None]:
+    """Let processes that start now neither run the main module nor import from its directory.
+
+    multiprocessing would run the main module again in each, and a student's ``random.py`` would
+    take the place of Python's. Torch's compiler, which the fork server imports, makes folders: let
+    them be in one that is removed.
+    """
+    own = get_temp_dir()
+    ours = {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_CACHE_DIR": own, "TMPDIR": own}
+    before = {name: os.environ.get(name) for name in ours}
+    main = sys.modules["__main__"]
+    os.environ.update(ours)
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
+    finally:
+        sys.modules["__main__"] = main
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+
+def _start(ranks: list, world_size: int, job: Job, context) -> None:
+    """Start the ranks, and append the (process, connection) of each to ``ranks`` before its start.
+
+    So ``_end`` also finds one whose start has failed.
+    """
+    try:
+        with _apart_from_the_caller():
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                own = job._replace(memory=job.memory and job.memory.part_of(rank))
+                call, name = (rank, world_size, theirs, own), f"d2lpar rank {rank}"
+                process = context.Process(target=be_rank, args=call, name=name, daemon=True)
+                ranks.append((process, ours))
+                with theirs:  # closed here, so that the connection ends when the rank does
+                    process.start()
     except (OSError, EOFError) as error:
-        problem, remedy = str(error), "fix this and call launch again"
-        if "AF_UNIX path too long" in problem:
-            folder = f"the folder for temporary files, {get_temp_dir()}, has too long a name for"
-            problem = f"{folder} a socket in it"
-            remedy = "start Python with TMPDIR set to a folder with a shorter one, such as /tmp"
-        elif isinstance(error, ConnectionRefusedError | EOFError):
-            problem, remedy = "the server that forks them has just ended", "call launch again"
-        elif error.errno == errno.EMFILE:
-            problem = "this process may not open as many files as so many ranks need"
-            remedy = "launch fewer, or raise the limit (ulimit -n)"
-        raise RuntimeError(f"the ranks cannot be started: {problem}; {remedy}") from error
-
-
-def _context() -> multiprocessing.context.BaseContext:
-    forks = "forkserver" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if forks else "spawn")
-    if forks:
-        # torch.optim imports torch._dynamo when it is first used: seconds, in every rank
-        names = ["torch", "torch.distributed", "torch._dynamo", be_rank.__module__]
-        context.set_forkserver_preload(names)
-    return context
-
-
-def _start(ranks: list, world_size: int, job: Job, memory: SharedMemory | None, context) -> None:
-    """Fill the list of (process, connection), each before it is started: what is in it is ended."""
-    with _starting, _deferred_interrupt(), _hidden_main(), _tidy_server():
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            call = (rank, world_size, theirs, job, memory and memory.part_of(rank))
-            name = f"{NAME} {rank}"
-            process = context.Process(target=be_rank, args=call, name=name, daemon=True)
-            ranks.append((process, ours))
-            with theirs:  # closed here, so that the connection ends when the rank does
-                process.start()
+        raise RuntimeError(f"the ranks cannot be started: {error}") from error
 
 
 def _gather(ranks: list, timeout: float) -> list:
@@ -251,27 +194,7 @@ def _gather(ranks: list, timeout: float) -> list:
             with contextlib.suppress(OSError):
                 connection.send("where are you?")
         raise _timed_out(unfinished, outcomes, timeout, _listen(waiting, ranks, ANSWER))
-    return [_unpickle(outcomes[rank], rank) for rank in range(len(ranks))]
-
-
-def _unpickle(result: bytes, rank: int) -> Any:
-    try:
-        return cloudpickle.loads(result)
-    except Exception as error:
-        problem = f"rank {rank}: its result cannot be read back: {type(error).__name__}: {error}"
-        raise RankError(problem, rank) from error
-
-
-@contextlib.contextmanager
-def _last_resort(ranks: list, seconds: float) -> Iterator[None]:
-    """Kill the ranks after ``seconds``: one that stops in mid-message would block the reader."""
-    timer = threading.Timer(seconds, lambda: [process.kill() for process, _ in ranks])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return [pickle.loads(outcomes[rank]) for rank in range(len(ranks))]
 
 
 def _listen(waiting: dict[Connection, int], ranks: list, seconds: float) -> dict[int, Any]:
@@ -289,9 +212,7 @@ def _listen(waiting: dict[Connection, int], ranks: list, seconds: float) -> dict
                 kind, content = "failure", _death(ranks[rank][0])
             if kind in ("stdout", "stderr"):
                 stream = getattr(sys, kind)
-                text = "".join(f"[rank {rank}] {line}\n" for line in content)
-                encoding = getattr(stream, "encoding", None) or "utf-8"
-                stream.write(text.encode(encoding, "backslashreplace").decode(encoding))  # at once
+                stream.write("".join(f"[rank {rank}] {line}\n" for line in content))  # at once
                 stream.flush()
                 continue
             outcomes[rank] = content
@@ -331,11 +252,11 @@ def _timed_out(unfinished: list, outcomes: dict, timeout: float, answers: dict) 
 
 def _end(ranks: list) -> None:
     """Kill all ranks. They hold nothing worth a polite end: their results and lines are here."""
-    for process, _ in ranks:
-        if process.pid:
-            kill_group(process.pid)  # what a rank has started may outlive it
-            process.kill()  # while it starts it is not yet in its group
-    for process, connection in ranks:
-        if process.pid:
-            process.join(5)
+    started = [process for process, _ in ranks if process.pid]
+    for process in started:
+        kill_group(process.pid)  # what a rank has started may outlive it
+        process.kill()  # while it starts it is not yet in its group
+    for process in started:
+        process.join(5)
+    for _, connection in ranks:
         connection.close()  # not before: to a rank it means that the caller is gone

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import util
 from multiprocessing.connection import Connection
@@ -38,13 +38,13 @@ from .transport import PeerError
 
 
 class Job(NamedTuple):
-    """What every rank is given."""
+    """What a rank is given."""
 
-    call: bytes  # the function and its arguments, see pickled
+    call: bytes  # the function and its arguments, pickled
     sources: dict  # linecache's entries of code that is in no file: cells
     environment: dict
-    files: list  # in which the ranks meet, and their lanes
-    rubbish: str | None  # a folder of the caller's own, to be removed if it is killed
+    store: str  # the file in which the ranks meet, in a temporary folder of the caller's own
+    memory: SharedMemory | None  # with its own lanes
     timeout: float
     threads: int
 
@@ -58,14 +58,10 @@ class Failure(NamedTuple):
     details: str  # the traceback
 
 
-def be_rank(
-    rank: int, world_size: int, connection: Connection, job: Job, memory: SharedMemory | None
-) -> None:
+def be_rank(rank: int, world_size: int, connection: Connection, job: Job) -> None:
     """What runs in the new process: call the function, report, and stay until ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its ranks
-    if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # a group of processes, which ends as one
-    pid = os.getpid()
+    os.setpgid(0, 0)  # a group of processes, which ends as one
     faulthandler.dump_traceback_later(job.timeout + 60, exit=True, file=2)  # see _watch
     lock = threading.RLock()  # a finalizer that prints may run inside send, in the same thread
 
@@ -77,14 +73,12 @@ def be_rank(
     _allow_children(connection)
     threading.Thread(target=_watch, args=(connection, send, outputs, job), daemon=True).start()
     try:
-        _prepare(rank, world_size, job, memory)
-        fn, *args = _unpickled(job.call)
+        _prepare(rank, world_size, job)
+        fn, args = pickle.loads(job.call)
         result = fn(rank, world_size, *args)
-        outcome = "result", pickled([result], lambda: f"the result ({type(result).__name__})")
+        outcome = "result", pickled(result, f"the result ({type(result).__name__})")
     except BaseException as error:
         outcome = "failure", _failure(error)
-    if os.getpid() != pid:  # the function has forked, and this is the copy: it has nothing to tell
-        os._exit(0)
     util._run_finalizers(0)  # as at the end of any process: it takes the names of locks away
     for output in outputs:
         output.finish()
@@ -102,23 +96,21 @@ def _allow_children(connection: Connection) -> None:
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         connection.close()
 
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=leave)
+    os.register_at_fork(after_in_child=leave)
 
 
 def kill_group(pid: int) -> None:
     """Kill a rank and all processes that it has started."""
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
-def _prepare(rank: int, world_size: int, job: Job, memory: SharedMemory | None) -> None:
+def _prepare(rank: int, world_size: int, job: Job) -> None:
     """Do what multiprocessing, which sets directory and path, does not; join the group."""
     os.environ.clear()  # what is here dates from the start of the fork server
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    loopback = {"darwin": "lo0", "win32": "Loopback Pseudo-Interface 1"}.get(sys.platform, "lo")
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ["GLOO_SOCKET_IFNAME"] = loopback  # left alone, gloo may choose an outward interface
     tempfile.tempdir = None  # the fork server's
     linecache.cache.update(job.sources)
@@ -126,14 +118,14 @@ def _prepare(rank: int, world_size: int, job: Job, memory: SharedMemory | None) 
     torch.manual_seed(rank)  # copies of one server, they would all draw the same numbers
     random.seed(rank)
     limit = timedelta(seconds=job.timeout + 10)  # beyond the caller's limit, which tells more
-    store = dist.FileStore(job.files[0], world_size)
+    store = dist.FileStore(job.store, world_size)
     dist.init_process_group("gloo", None, limit, world_size, rank, store)
-    if memory:
-        memory.open()
-        use_lanes(memory, 0.9 * job.timeout)  # before the caller's limit, which tells less
+    if job.memory:
+        job.memory.open()
+        use_lanes(job.memory, 0.9 * job.timeout)  # before the caller's limit, which tells less
     dist.barrier()
-    if memory:
-        memory.remove()  # all have mapped it: so nothing is left behind, whoever is killed
+    if job.memory:
+        job.memory.remove()  # all have mapped it: so nothing is left behind, whoever is killed
 
 
 def _failure(error: BaseException) -> Failure:
@@ -141,10 +133,9 @@ def _failure(error: BaseException) -> Failure:
     when, trace = time.monotonic(), error.__traceback__
     while trace and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    name = next(s for s in traceback.format_exception_only(error) if not s.startswith(" "))
+    what = traceback.format_exception_only(error)[0].splitlines()[0]
     details = "".join(traceback.format_exception(type(error), error, trace))
-    follows = isinstance(error, PeerError)
-    return Failure(follows, when, name.splitlines()[0], _without_paths_of_cells(details))
+    return Failure(isinstance(error, PeerError), when, what, _without_paths_of_cells(details))
 
 
 def _watch(connection: Connection, send: Callable, outputs: tuple, job: Job) -> None:
@@ -159,11 +150,9 @@ def _watch(connection: Connection, send: Callable, outputs: tuple, job: Job) -> 
                 output.finish()
             send("stack", _where())
     except (EOFError, OSError):  # the caller was killed: nobody else is left to clean up
-        for file in job.files:
-            with contextlib.suppress(OSError):
-                os.unlink(file)
-        if job.rubbish:
-            shutil.rmtree(job.rubbish, ignore_errors=True)
+        if job.memory:
+            job.memory.remove()
+        shutil.rmtree(os.path.dirname(job.store), ignore_errors=True)
     finally:
         kill_group(os.getpid())
         os._exit(1)
@@ -188,52 +177,28 @@ class _Output(io.TextIOBase):
 
     def __init__(self, kind: str, send: Callable):
         self.kind, self.send = kind, send
-        self.begun = {}  # thread -> the parts of the line that it has begun
+        self.begun = {}  # thread -> the line that it has begun
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        begun = self.begun.setdefault(threading.get_ident(), [])
-        begun.append(text)
-        if "\n" in text:
-            *lines, rest = "".join(begun).split("\n")
-            begun[:] = [rest]
+        thread = threading.get_ident()
+        *lines, self.begun[thread] = (self.begun.get(thread, "") + text).split("\n")
+        if lines:
             self.send(self.kind, lines)
         return len(text)
 
     def finish(self) -> None:
         """Send the lines that were begun and not ended."""
-        begun = ["".join(self.begun.pop(thread)) for thread in list(self.begun)]
-        lines = [line for line in begun if line]
-        if lines:
+        begun, self.begun = self.begun, {}
+        if lines := [line for line in begun.values() if line]:
             self.send(self.kind, lines)
 
 
-def pickled(values: Sequence, name: Callable[[], str]) -> bytes:
-    """Return ``values``, one after the other, as bytes, or raise a TypeError that names what fails.
-
-    One pickler writes them all, so that what they share they still share when they are read.
-    """
-    buffer = io.BytesIO()
-    pickler = cloudpickle.Pickler(buffer)
+def pickled(value: Any, name: str) -> bytes:
+    """Return ``value`` as bytes, or raise a TypeError that says what it was."""
     try:
-        for value in values:
-            pickler.dump(value)
+        return cloudpickle.dumps(value)
     except Exception as error:
-        raise TypeError(f"{name()} cannot be sent to another process: {error}") from None
-    return buffer.getvalue()
-
-
-def _unpickled(call: bytes) -> list:
-    """Return the function and its arguments, or raise a TypeError that names the one at fault."""
-    buffer, values = io.BytesIO(call), []
-    unpickler = pickle.Unpickler(buffer)
-    while buffer.tell() < len(call):
-        try:
-            values.append(unpickler.load())
-        except Exception as error:
-            name = f"argument {len(values) - 1}" if values else "the function"
-            problem = f"{name} cannot be unpickled in the rank: {type(error).__name__}: {error}"
-            raise TypeError(problem) from error
-    return values
+        raise TypeError(f"{name} cannot be sent to another process: {error}") from None
