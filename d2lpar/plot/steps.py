@@ -62,7 +62,8 @@ def schedule(function: Callable[[int], list[list[Move]]], k: int, title: str = "
         alt += f" Step {i}: {_in_words(step)}; {whole} of {k * n} sums are whole."
     key = [text(complex(16, 36 + 19 * i), line) for i, line in enumerate(KEY)]
     panels.append(text(16 + 10j, "how to read it", BOLD) + "".join(key))
-    body = heading(title, columns * panel.width, colour_of(name, None))
+    colour = colour_of(name, colour_of(title, None))
+    body = heading(title, columns * panel.width, colour)
     for i, drawn in enumerate(panels):
         x, y = i % columns * panel.width, 50 + i // columns * panel.height
         body += f'<g transform="translate({x:g} {y:g})">{drawn}</g>'
