@@ -291,7 +291,7 @@ def test_imports_are_seen(tmp_path, monkeypatch):
         ("mixed_precision.casting", "mixed_precision/opt_levels.py", True),
         ("mixed_precision.opt_levels", "mixed_precision/casting.py", False),
         ("mixed_precision", "study/methods.py", True),
-        ("mixed_precision", "mixed_precision/predivision.py", False),  # its own room's front door
+        ("mixed_precision", "mixed_precision/grad_scaler.py", False),  # its own room's front door
         ("mixed_precision", "data_parallel/ddp.py", False),
         ("devices", "plot/charts.py", True),
         ("training", "plot/charts.py", False),
