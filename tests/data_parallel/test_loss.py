@@ -235,10 +235,9 @@ class Relative(nn.Module):
 def test_a_criterion_of_ones_own_and_its_parameters(reduction):
     criterion, output, target = Relative(reduction), randn(7), randn(7, seed=1).clamp(min=0)
     count = None if reduction else lambda target: (target != 0).sum()
-    expected = criterion(output, target)
     for k in KS:
         parallel = DataParallelCriterion(criterion, [CPU] * k, count)
-        loss = parallel(split(output, k), target)
+        loss, expected = parallel(split(output, k), target), criterion(output, target)
         close(loss, expected)
         close(grad_of(loss, criterion.scale), grad_of(expected, criterion.scale))
         assert list(parallel.parameters()) == [criterion.scale]
