@@ -228,10 +228,9 @@ class DataParallelModel(nn.Module):
 
     def forward(self, *args, **kwargs) -> list[Any]:
         """Return the outputs of all devices; one that gets no row has none."""
-        if not self.devices:
-            return [self.module(*args, **kwargs)]
         if len(self.devices) == 1:
             [(args, kwargs)] = scatter((args, kwargs), self.devices)
+        if len(self.devices) < 2:
             return [self.module(*args, **kwargs)]
         devices = self.devices[: num_rows((args, kwargs), self.dim) or 1]
         shards = scatter((args, kwargs), devices, self.dim)

@@ -1,6 +1,6 @@
 """Gradients that a chunked loss computes in forward are those that backward would compute.
 
-That all criteria and sizes are right in both forms: test_parallel_loss.
+That all criteria, sizes and shapes are right in both forms: test_loss.
 """
 
 import warnings
@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from d2lpar import ChunkedLoss, autocast
+from d2lpar import ChunkedLoss, autocast, count_bytes
+from d2lpar.study.memory import peak_memory
 
 CPU = torch.device("cpu")
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
@@ -29,6 +30,11 @@ def gradients(loss, tensors):
     return torch.autograd.grad(loss, tensors, allow_unused=True)
 
 
+def chunked(generator, size=2, k=1, criterion=None, count=None, recompute=False):
+    criterion = criterion or nn.CrossEntropyLoss()
+    return ChunkedLoss(generator, criterion, [CPU] * k, size, count, recompute=recompute)
+
+
 class Counted(nn.Linear):
     calls = 0
 
@@ -40,19 +46,44 @@ class Counted(nn.Linear):
 @pytest.mark.parametrize(("recompute", "calls"), [(False, 4), (True, 8)])
 def test_logits_are_computed_once_or_twice(recompute, calls):
     generator, (_, hidden, target) = Counted(4, 5).double(), problem()
-    ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU], 2, recompute=recompute)(
-        hidden, target
-    ).backward()
+    chunked(generator, recompute=recompute)(hidden, target).backward()
     assert generator.calls == calls
+
+
+@both
+def test_the_peak_falls_with_the_size_of_the_chunks(recompute):
+    generator, hidden, target = problem(1024, 500, torch.float32)
+    peaks = [
+        peak_memory(
+            lambda size=size: chunked(generator, size, recompute=recompute)(
+                hidden, target
+            ).backward(),
+            CPU,
+        )
+        for size in (1024, 128)
+    ]
+    assert peaks[1] < peaks[0] / 5
+
+
+@both
+def test_the_ledger_counts_what_chunks_need(recompute):
+    generator, hidden, target = problem(5)
+    with count_bytes() as ledger:
+        chunked(generator, k=2, recompute=recompute)(hidden, target).backward()
+    hidden, targets, parameters, loss = 2 * 4 * 8, 2 * 8, 25 * 8, 8  # two of the five positions
+    assert ledger.bytes == {
+        (0, 1): hidden + targets + parameters + loss,  # of the loss it is the gradient
+        (1, 0): loss + hidden + parameters,
+    }
 
 
 @both
 def test_a_later_factor_reaches_all_gradients(recompute):
     generator, hidden, target = problem()
     tensors = [hidden, *generator.parameters()]
-    in_chunks = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU] * 2, 2, recompute=recompute)
     expected = gradients(-3 * F.cross_entropy(generator(hidden), target), tensors)
-    close(gradients(-3 * in_chunks(hidden, target), tensors), expected)
+    loss = chunked(generator, k=2, recompute=recompute)(hidden, target)
+    close(gradients(-3 * loss, tensors), expected)
 
 
 @both
@@ -65,8 +96,7 @@ def test_what_is_frozen_gets_no_gradient(kept, recompute):
     hidden = hidden.detach().requires_grad_(kept == "hidden")
     generator.bias.requires_grad_(False)
     generator.weight.requires_grad_(kept == "weight")
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU], 3, recompute=recompute)
-    value = loss(hidden, target)
+    value = chunked(generator, 3, recompute=recompute)(hidden, target)
     assert value.requires_grad == (kept != "nothing")
     if kept != "nothing":
         value.backward()
@@ -82,7 +112,7 @@ def test_what_is_frozen_gets_no_gradient(kept, recompute):
 @both
 def test_without_gradients_there_is_only_a_value(recompute):
     generator, hidden, target = problem()
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU] * 2, 2, recompute=recompute)
+    loss = chunked(generator, k=2, recompute=recompute)
     with torch.no_grad():
         value = loss(hidden, target)
     assert not value.requires_grad
@@ -108,183 +138,85 @@ def test_a_parameter_may_be_used_by_some_chunks_or_by_none(k, recompute):
     _, hidden, target = problem(8)
     generator, criterion = Choosy(), nn.CrossEntropyLoss(reduction="sum")
     tensors = [hidden, *generator.parameters()]
-    chunks = zip(hidden.split(1), target.split(1), strict=True)
-    expected = gradients(sum(criterion(generator(h), t) for h, t in chunks), tensors)
-    loss = ChunkedLoss(generator, criterion, [CPU] * k, 1, recompute=recompute)(hidden, target)
-    found = gradients(loss, tensors)
+    parts = zip(hidden.split(1), target.split(1), strict=True)
+    expected = gradients(sum(criterion(generator(h), t) for h, t in parts), tensors)
+    loss = chunked(generator, 1, k, criterion, recompute=recompute)(hidden, target)
     assert expected[1] is not None and expected[3] is not None and expected[5] is None
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(gradients(loss, tensors), expected, strict=True):
         if b is not None:
             close(a, b)
         elif k == 1:  # a copy on another device has a gradient of zero
             assert a is None
 
 
-class Aliased(nn.Module):
-    """Its parameters have one gradient, and that is an expanded number."""
+class Odd(nn.Module):
+    """Two of its parameters have one gradient between them, and two layers have one weight."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Parameter(torch.ones(5).double()), nn.Parameter(torch.ones(5).double())
+        self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        self.inner, self.outer = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.outer.weight = self.inner.weight
 
     def forward(self, hidden):
-        return (self.a + self.b).sum() * hidden
+        return self.outer(self.inner(hidden)) * (self.a + self.b).sum()
 
 
 @both
-@pytest.mark.parametrize("k", [1, 2])
-def test_parameters_may_share_a_gradient(k, recompute):
-    generator, hidden = Aliased(), torch.rand(7, 4, dtype=torch.float64)
-    target = torch.zeros(7, dtype=torch.long)
-    params = [generator.a, generator.b]
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.05)])
+def test_parameters_may_be_tied_and_may_share_a_gradient(dtype, tolerance, recompute):
+    _, hidden, target = problem()
+    generator, hidden, target = Odd().to(dtype), hidden.detach().to(dtype), target % 4
+    params = list(generator.parameters())
     expected = gradients(F.cross_entropy(generator(hidden), target), params)
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU] * k, 2, recompute=recompute)
-    close(gradients(loss(hidden, target), params), expected)
+    for k in (1, 3):
+        loss = chunked(generator, 2, k, recompute=recompute)
+        found = gradients(loss(hidden, target), params)
+        close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @both
-def test_what_the_criterion_holds_gets_its_gradient(recompute):
-    generator, hidden, target = problem()
-    temperature = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+def test_losses_of_16_bits_are_added_as_float32(recompute):
+    torch.manual_seed(0)
+    generator, target = nn.Linear(16, 50).bfloat16(), torch.randint(50, (1024,))
+    hidden, whole = torch.randn(1024, 16).bfloat16(), nn.Linear(16, 50)
+    whole.load_state_dict(generator.state_dict())
+    for reduction in ("mean", "sum"):
+        criterion = nn.CrossEntropyLoss(reduction=reduction)
+        expected = criterion(whole(hidden.float()), target)
+        loss = chunked(generator, 2, 2, criterion, recompute=recompute)(hidden, target)
+        assert loss.dtype == torch.bfloat16
+        close(loss.float(), expected, rtol=0.01, atol=0)
+        [exact], [found] = gradients(expected, [whole.weight]), gradients(loss, [generator.weight])
+        assert found.dtype == torch.bfloat16
+        assert (found.float() - exact).norm() / exact.norm() < 0.01
 
-    def criterion(logits, target):
-        return F.cross_entropy(logits * temperature.exp(), target)
 
-    tensors = [hidden, temperature, *generator.parameters()]
-    loss = ChunkedLoss(generator, criterion, [CPU], 2, count=len, recompute=recompute)
-    expected = gradients(criterion(generator(hidden), target), tensors)
-    close(gradients(loss(hidden, target), tensors), expected)
+# What the gradients may depend on.
 
 
 @both
 @pytest.mark.parametrize("size", [2, 7])
-def test_the_criterion_may_take_something_from_a_graph_outside(size, recompute):
+def test_the_loss_may_depend_on_what_is_outside(size, recompute):
     generator, hidden, target = problem()
     logarithm = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    tensors, hook = [hidden, logarithm, generator.weight], lambda grad: 3 * grad
 
     def gradient(in_chunks):
         temperature = logarithm.exp()
+        temperature.register_hook(hook)  # called once
 
         def criterion(logits, target):
-            return F.cross_entropy(logits * temperature, target)
+            return F.cross_entropy(logits * temperature + logarithm * logits**2, target)
 
         def in_one(hidden, target):
             return criterion(generator(hidden), target)
 
-        chunked = ChunkedLoss(generator, criterion, [CPU], size, count=len, recompute=recompute)
-        loss = (chunked if in_chunks else in_one)(hidden, target)
-        return gradients(loss + temperature.square(), [logarithm])  # the graph is used again
+        in_parts = chunked(generator, size, 1, criterion, len, recompute)
+        loss = (in_parts if in_chunks else in_one)(hidden, target)
+        return gradients(loss + temperature.square(), tensors)  # the graph is used again
 
     close(gradient(True), gradient(False))
-
-
-class Held(torch.autograd.Function):
-    """Calls what it keeps as autograd calls a leaf, and has no gradient for its second input."""
-
-    @staticmethod
-    def forward(ctx, X, unused):
-        ctx.variable = unused
-        return X * 3
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3, None
-
-
-@both
-def test_a_function_in_the_generator_may_keep_anything_and_leave_out_gradients(recompute):
-    linear, hidden, target = problem()
-
-    class Generator(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.unused = linear, nn.Parameter(torch.ones(3))
-
-        def forward(self, hidden):
-            return self.linear(Held.apply(hidden, self.unused))
-
-    generator = Generator()
-    tensors = [hidden, *linear.parameters()]
-    expected = gradients(F.cross_entropy(generator(hidden), target), tensors)
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU], 3, recompute=recompute)
-    value = loss(hidden, target)
-    close(gradients(value, tensors), expected)
-    loss(hidden, target).backward()
-    assert generator.unused.grad is None
-
-
-@both
-def test_a_hook_on_what_a_criterion_holds_is_called_once(recompute):
-    generator, hidden, target = problem()
-    scale = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
-
-    def criterion(logits, target):
-        return F.cross_entropy(logits * scale, target)
-
-    [expected] = gradients(criterion(generator(hidden), target), [scale])
-    scale.register_hook(lambda grad: 3 * grad)
-    ChunkedLoss(generator, criterion, [CPU], 3, count=len, recompute=recompute)(
-        hidden, target
-    ).backward()
-    close(scale.grad, 3 * expected)
-
-
-@pytest.mark.parametrize(("recompute", "calls"), [(False, 2 * 8), (True, 3 * 8)])
-def test_inside_a_checkpoint_the_work_grows_with_the_chunks_only(recompute, calls):
-    generator, (_, hidden, target) = Counted(4, 5).double(), problem(8)
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU], 1, recompute=recompute)
-    checkpoint(loss, hidden, target, use_reentrant=False).backward()
-    assert generator.calls <= calls
-
-
-@both
-def test_an_error_of_the_generator_stays_as_it_is(recompute):
-    _, hidden, target = problem()
-    loss = ChunkedLoss(
-        nn.Linear(3, 5).double(), nn.CrossEntropyLoss(), [CPU], 2, recompute=recompute
-    )
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        loss(hidden, target)
-
-
-def test_second_derivatives_need_recomputation():
-    generator, hidden, target = problem()
-    [expected] = torch.autograd.grad(
-        F.cross_entropy(generator(hidden), target), hidden, create_graph=True
-    )
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU], 2)(hidden, target)
-    with pytest.raises(RuntimeError, match="second derivatives only with recompute=True"):
-        torch.autograd.grad(loss, hidden, create_graph=True)
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU], 2, recompute=True)(hidden, target)
-    [found] = torch.autograd.grad(loss, hidden, create_graph=True)
-    weight = [generator.weight]
-    close(gradients(found.square().sum(), weight), gradients(expected.square().sum(), weight))
-
-
-@both
-def test_backward_may_be_repeated_only_where_torch_allows_it(recompute):
-    generator, hidden, target = problem()
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU], 2, recompute=recompute)
-    value = loss(hidden, target)
-    value.backward(retain_graph=True)
-    once = generator.weight.grad.clone()
-    value.backward(retain_graph=True)
-    close(generator.weight.grad, 2 * once)
-    value.backward()
-    close(generator.weight.grad, 3 * once)
-    with pytest.raises(RuntimeError, match="second time"):
-        value.backward()
-
-
-@both
-def test_hooks_of_parameters_are_called_as_often_as_in_backward(recompute):
-    generator, hidden, target = problem()
-    weight = [generator.weight]
-    [expected] = gradients(F.cross_entropy(generator(hidden), target), weight)
-    generator.weight.register_hook(lambda grad: 3 * grad)
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU], 2, recompute=recompute)
-    loss(hidden, target).backward()
-    close(generator.weight.grad, 3 * expected)
 
 
 @both
@@ -293,8 +225,71 @@ def test_a_target_may_require_gradients(recompute):
     teacher = torch.rand(7, 5, dtype=torch.float64, requires_grad=True)
     tensors = [teacher, hidden, generator.weight]
     expected = gradients(F.cross_entropy(generator(hidden), teacher.softmax(-1)), tensors)
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU] * 2, 2, recompute=recompute)
-    close(gradients(loss(hidden, teacher.softmax(-1)), tensors), expected)
+    loss = chunked(generator, k=2, recompute=recompute)(hidden, teacher.softmax(-1))
+    close(gradients(loss, tensors), expected)
+
+
+class Scaled(nn.Module):
+    """A criterion with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, logits, target):
+        return F.cross_entropy(logits * self.scale, target)
+
+
+@both
+@pytest.mark.parametrize("k", [1, 2])
+def test_hooks_of_parameters_are_called_as_often_as_in_backward(k, recompute):
+    generator, hidden, target = problem()
+    criterion = Scaled()
+    tensors = [generator.weight, criterion.scale]
+    expected = gradients(criterion(generator(hidden), target), tensors)
+    for tensor in tensors:
+        tensor.register_hook(lambda grad: 3 * grad)
+    chunked(generator, 2, k, criterion, len, recompute)(hidden, target).backward()
+    close([tensor.grad for tensor in tensors], [3 * grad for grad in expected])
+
+
+@both
+def test_second_derivatives_need_recomputation(recompute):
+    generator, hidden, target = problem()
+    whole = F.cross_entropy(generator(hidden), target)
+    loss = chunked(generator, recompute=recompute)(hidden, target)
+    if not recompute:
+        with pytest.raises(RuntimeError, match="second derivatives only with recompute=True"):
+            torch.autograd.grad(loss, hidden, create_graph=True)
+        return
+    pair = [torch.autograd.grad(end, hidden, create_graph=True)[0] for end in (loss, whole)]
+    close(*[gradients(grad.square().sum(), [generator.weight]) for grad in pair])
+
+
+@both
+def test_backward_may_be_repeated_only_where_torch_allows_it(recompute):
+    generator, hidden, target = problem()
+    value = chunked(generator, recompute=recompute)(hidden, target)
+    value.backward(retain_graph=True)
+    once = generator.weight.grad.clone()
+    value.backward()
+    close(generator.weight.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        value.backward()
+
+
+# Inside a checkpoint, autocast and a scaler.
+
+
+@pytest.mark.parametrize(("recompute", "calls"), [(False, 2 * 8), (True, 3 * 8)])
+def test_in_a_checkpointed_layer_the_work_grows_with_the_chunks_only(recompute, calls):
+    generator, (_, hidden, target) = Counted(4, 5).double(), problem(8)
+    tensors = [hidden, *generator.parameters()]
+    expected = gradients(F.cross_entropy(generator(hidden.tanh()), target), tensors)
+    loss, generator.calls = chunked(generator, 1, recompute=recompute), 0
+    value = checkpoint(lambda hidden: loss(hidden.tanh(), target), hidden, use_reentrant=False)
+    close(gradients(value, tensors), expected)
+    assert generator.calls <= calls
 
 
 class Cast(nn.Linear):
@@ -331,7 +326,7 @@ def test_a_scale_reaches_float16_before_its_gradients_are_rounded(where):
         return F.cross_entropy(logits, target) / 20
 
     with region:
-        value = ChunkedLoss(generator, criterion, [CPU], 256, count=len)(hidden, target)
+        value = chunked(generator, 256, 1, criterion, len)(hidden, target)
     grads = gradients(value.float() * 2.0**12, [hidden, generator.weight])
     zeros = [(grad == 0).float().mean() for grad in grads]
     assert max(zeros) < 0.05  # nearly all, where the scale comes too late
@@ -344,38 +339,21 @@ def test_chunks_in_bfloat16_agree_with_the_whole(region, recompute):
     generator, hidden = nn.Linear(16, 50), torch.randn(64, 16)
     target, weight = torch.randint(50, (64,)), [generator.weight, generator.bias]
     exact = gradients(F.cross_entropy(generator(hidden), target), weight)
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU] * 2, 8, recompute=recompute)
     with warnings.catch_warnings(), region("cpu", torch.bfloat16):
         warnings.simplefilter("error")
-        value = loss(hidden, target)
+        value = chunked(generator, 8, 2, recompute=recompute)(hidden, target)
     for a, b in zip(gradients(value, weight), exact, strict=True):
         assert a.dtype == torch.float32 and (a - b).norm() / b.norm() < 0.02
 
 
 @both
-def test_the_loss_may_be_in_a_layer_that_is_checkpointed(recompute):
-    generator, hidden, target = problem()
-    tensors = [hidden, *generator.parameters()]
-    loss = ChunkedLoss(generator, nn.CrossEntropyLoss(), [CPU] * 2, 2, recompute=recompute)
-    expected = gradients(F.cross_entropy(generator(hidden.tanh()), target), tensors)
-    value = checkpoint(lambda hidden: loss(hidden.tanh(), target), hidden, use_reentrant=False)
-    close(gradients(value, tensors), expected)
-
-
-@both
 def test_random_numbers_differ_between_chunks_and_agree_with_the_gradients(recompute):
-    class Dropped(nn.Module):
-        def forward(self, hidden):
-            return F.dropout(hidden, 0.5)
-
-    hidden = torch.ones(64, 5, dtype=torch.float64, requires_grad=True)
-
     def criterion(logits, target):
         return logits.sum()
 
     criterion.reduction = "sum"
-    loss = ChunkedLoss(Dropped(), criterion, [CPU], 8, recompute=recompute)
-    value = loss(hidden, torch.zeros(64))
+    hidden = torch.ones(64, 5, dtype=torch.float64, requires_grad=True)
+    value = chunked(nn.Dropout(0.5), 8, 1, criterion, recompute=recompute)(hidden, torch.zeros(64))
     value.backward()
     close(hidden.grad.sum(), value.detach())  # kept ones have 2 in both
     assert len({tuple(rows.flatten().tolist()) for rows in hidden.grad.split(8)}) > 1
@@ -398,5 +376,20 @@ def test_gradients_are_computed_outside_autocast_as_in_backward():
     watched = nn.Sequential(generator)
     watched.register_forward_hook(lambda module, args, logits: Watch.apply(logits))
     with torch.autocast("cpu", torch.bfloat16):
-        ChunkedLoss(watched, nn.CrossEntropyLoss(), [CPU], 4)(hidden, target)
+        chunked(watched, 4)(hidden, target)
     assert seen == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("size", "hidden", "target", "error", "words"),
+    [
+        (0, (7, 4), (7,), ValueError, "chunk_size must be positive, not 0"),
+        (2, (7, 4), (6,), ValueError, r"hidden has shape \[7, 4\], and target \[6\]"),
+        (2, (2, 3, 4), (6,), ValueError, "with the same positions"),
+        (2, (), (), ValueError, r"hidden has shape \[\]"),
+        (2, (7, 3), (7,), RuntimeError, "cannot be multiplied"),
+    ],
+)
+def test_what_does_not_fit_is_named(size, hidden, target, error, words):
+    with pytest.raises(error, match=words):
+        chunked(nn.Linear(4, 5), size)(torch.zeros(hidden), torch.zeros(target, dtype=torch.long))

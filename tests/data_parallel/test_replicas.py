@@ -401,7 +401,7 @@ def test_of_several_exceptions_the_first_by_position_comes_when_all_have_ended()
             raise RuntimeError(f"at {i}")
         assert failed.wait(20)
 
-    with pytest.raises(RuntimeError, match="^at 1"):
+    with pytest.raises(RuntimeError, match=r"^at 1"):
         parallel_apply([Apply(fail)] * 4, range(4))
     assert sorted(ended) == [0, 1, 2, 3]
 
