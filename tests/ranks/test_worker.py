@@ -1,0 +1,85 @@
+"""What a rank does besides its function: it prints, takes locks away, and stays until the end."""
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from itertools import chain
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from d2lpar.ranks.launcher import launch
+
+
+def test_lines_come_whole_labelled_and_in_order(monkeypatch, capsys):
+    def print_in_pieces(rank, world_size):
+        dist.barrier()
+        for number in range(100):
+            print(f"line {number}", end=" ")
+            sys.stdout.write("of rank ")
+            print(rank, flush=True)
+        print("two\nlines")
+        print("to stderr", file=sys.stderr)
+        print("the end, unfinished", end="")
+
+    def write(name):
+        for _ in range(50):
+            for piece in (name, name, name, "\n"):
+                sys.stdout.write(piece)
+                time.sleep(0)
+
+    def threads_print(rank, world_size):
+        threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    writes = []
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.stdout, "write", writes.append)
+        launch(print_in_pieces, 3)
+    assert all(text.endswith("\n") for text in writes)  # so lines of others cannot come between
+    lines = "".join(writes).splitlines()
+    for rank in range(3):
+        label = f"[rank {rank}] "
+        expected = [f"line {number} of rank {rank}" for number in range(100)]
+        expected += ["two", "lines", "the end, unfinished"]
+        assert [line for line in lines if line.startswith(label)] == [label + e for e in expected]
+    assert len(lines) == 3 * 103
+    assert sorted(capsys.readouterr().err.splitlines()) == [
+        f"[rank {r}] to stderr" for r in (0, 1, 2)
+    ]
+    launch(threads_print, 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == sorted([f"[rank 0] {3 * name}" for name in "abc"] * 50)
+
+
+def test_a_rank_stays_until_all_have_finished():
+    def uneven(rank, world_size):
+        pids = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+        dist.all_gather(pids, torch.tensor([os.getpid()]))
+        others = dist.new_group([1, 2])
+        if rank == 0:
+            return True
+        for _ in range(10):
+            time.sleep(0.02)
+            dist.all_reduce(torch.ones(1), group=others)
+        return psutil.Process(int(pids[0])).status() != psutil.STATUS_ZOMBIE
+
+    assert launch(uneven, 3) == [True, True, True]
+
+
+def test_no_semaphore_of_a_rank_is_left():
+    """Those of a progress bar, for instance, which makes a lock for processes."""
+
+    def make_locks(rank, world_size):
+        methods = None, "spawn"
+        make_locks.kept = [multiprocessing.get_context(method).Lock() for method in methods]
+        return [lock._semlock.name for lock in make_locks.kept]
+
+    for name in chain(*launch(make_locks, 2)):  # None: it has no name any more
+        assert not (name and os.path.exists(f"/dev/shm/sem.{name[1:]}"))
