@@ -29,7 +29,7 @@ ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 HOUSE = (
     ("", "guards devices data network models checkpoint"),
     ("collectives", "schedules cost checks lists"),
-    ("ranks", "transport nccl lanes agreement members moves collectives point_to_point sender"),
+    ("ranks", "transport nccl lanes agreement members collectives point_to_point"),
     ("ranks", "worker launcher grid"),
     ("data_parallel", "scattering replicas loss chunks sampler batch_norm"),
     ("data_parallel", "buckets reducer state_sharing ddp_arguments ddp"),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import ranks
-from ..ranks.agreement import is_expanded
+from ..ranks.collectives import is_expanded
 
 MESSAGE_BYTES = 250 * 2**20  # as in torch: where a message has several tensors, it has no more
 

@@ -19,10 +19,8 @@ from torch import nn
 
 from ..data_parallel.loss import Count
 from ..ranks.agreement import agree
-from ..ranks.members import destroy, member_of
-from ..ranks.point_to_point import check_sendable, receive, send
-from ..ranks.sender import Sender
-from ..ranks.transport import group_like
+from ..ranks.members import destroy, group_like, member_of
+from ..ranks.point_to_point import Sender, check_send, receive, send
 from .local import Losses, make_ticks, noting, on_device, require_number, run_actions, split_rows
 from .schedules import (
     Action,
@@ -164,7 +162,8 @@ class DistributedPipeline(nn.Module):
             error, digest = wrong, "which is none"
         name = getattr(schedule, "__name__", "schedule")
         plan = f"pipeline of {p} stages, {name} ({digest}), {num_microbatches!r} micro-batches"
-        agree(self.transport, 0, plan, 0, limit)
+        with self.transport.call(plan):
+            agree(self.transport, 0, plan, 0, limit)
         if error:
             raise error
         return ticks
@@ -203,7 +202,7 @@ class DistributedPipeline(nn.Module):
         """Let a thread send the result of ``action`` to ``stage``; return its future."""
         label, dst = f"{action.kind} {action.microbatch} {words}", self.ranks[stage]
         message, wants_gradient = result.detach(), result.requires_grad
-        check_sendable(message, label)
+        check_send(message, dst, label)
         context = copy_context()  # the thread counts bytes where we do
         options = self.group, self.timeout, wants_gradient
         return self._sender.submit(context.run, send, message, dst, label, *options)

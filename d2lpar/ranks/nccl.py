@@ -1,6 +1,7 @@
 """How messages travel between GPUs: NCCL's, where a process group has them.
 
-Not run on a GPU. Notebook 05 names NCCL. Source: ``torch.distributed.batch_isend_irecv``.
+We have not run this between GPUs: that takes several. The tests run it over gloo. Notebook 05 names
+NCCL. Source: ``torch.distributed.batch_isend_irecv``.
 """
 
 import os
@@ -15,9 +16,8 @@ from .transport import DATA, Messages, Receive, Send, Work, take
 class NcclMessages(Messages):
     """NCCL's messages, for groups that have it: those of CUDA tensors stay on the GPU.
 
-    NCCL wants all that happens at once between the same ranks in one group of operations
-    (``batch_isend_irecv``), and has one piece of work for them. Notes and CPU tensors go by the
-    group's backend for the CPU, if it has one. Not run on a GPU: it takes several.
+    NCCL wants all messages of a step in one batch, whose parts have no work of their own. Notes and
+    CPU tensors travel by the group's backend for the CPU, if it has one.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -30,14 +30,15 @@ class NcclMessages(Messages):
         return tensor.device if self._is_batched(tensor) else self.device
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
-        if not any(map(self._is_batched, [move[1] for move in (*sends, *receives)])):
+        if not any(self._is_batched(tensor) for _, tensor, *_ in (*sends, *receives)):
             super()._exchange(sends, receives, deadline)
             return
-        landings = self._landings(receives)
-        moves = [(dist.isend, message, dst) for dst, message in sends]
-        moves += [
-            (dist.irecv, landing, r.src) for r, landing in zip(receives, landings, strict=True)
+        landings = [
+            part if into is take else self._beside(i, part)
+            for i, (_, part, into) in enumerate(receives)
         ]
+        moves = [(dist.isend, message, dst) for dst, message in sends]
+        moves += [(dist.irecv, there, r.src) for r, there in zip(receives, landings, strict=True)]
         self._wait(self._post(moves), deadline)
         for (_, part, into), landing in zip(receives, landings, strict=True):
             if into is not take:
