@@ -57,38 +57,32 @@ def allreduce(
 ) -> None:
     """Reduce in place: afterwards ``tensor`` holds, on every rank, the reduction of all of them.
 
-    Sums, means, maxima and minima of finite numbers are equal to the last bit in every run, and on
-    all ranks that have equally many threads: in an exchange both partners compute. (The last bits
-    of a product of complex numbers hang on the strides, and NaN has many forms.) float16 and
-    bfloat16 travel and are reduced as float32, and are rounded once, at the end.
+    The result is equal to the last bit on all ranks that have equally many threads, and in every
+    run. float16 and bfloat16 travel and are reduced as float32, and are rounded once, at the end.
 
     A rank that leaves out one of several *equal* calls is not seen at once: its next call meets the
-    others' earlier one, the results are mixed, and only at the end one rank waits for a call that
-    never comes. A ``label`` tells such calls apart. In threads, which may begin in another order on
-    each rank, each thread should have a group of its own.
+    others' earlier one, and only at the end one rank waits for a call that never comes. A ``label``
+    tells such calls apart. Give each thread a group of its own: threads may begin in another order
+    on each rank.
 
     Args:
         tensor: of the same shape and dtype on every rank, contiguous or not.
         schedule: a function k -> steps, such as ``ring``; None: ``choose`` does, by size and k.
         op: "sum", "mean", "max", "min" or "product".
         group: a process group of which this rank is a member; None: all ranks.
-        check: whether the ranks first compare what they are about to do. Over gloo this costs one
-            exchange of 32 bytes; over lanes a short message goes along with them. Without it a
-            mistake may hang, abort or go unseen.
+        check: whether the ranks first compare what they are about to do: 32 bytes, with which a
+            short message goes along over lanes. Without it a mistake may hang, abort or go unseen.
         timeout: seconds to wait for the others, in each step.
         label: what is reduced, such as "step 3": compared by the check.
 
     Raises:
-        MismatchError: on every rank, when what they are about to do differs, or some of them
-            cannot do it.
-        PeerError: a rank did not call or did not answer in time, gave up or is gone. A rank
-            gives up when it fails after the check, and the group is then of no more use.
+        MismatchError: on every rank, when what they are about to do differs, or only some of them
+            can do it. The group is still usable.
+        PeerError: a rank did not call or did not answer in time, gave up or is gone. A rank gives
+            up when it fails after the check. The group is then of no more use.
         BusyError: another thread of this rank has a call under way in this group, which is then of
             no more use.
-        ValueError: ``op`` is unknown or not defined for the dtype; ``tensor`` requires gradients
-            outside ``no_grad``, is sparse or a meta tensor, or holds one place of memory
-            twice; see ``schedules.check_steps``; or there is no process group.
-        TypeError: ``tensor`` is no tensor, or ``schedule`` no function.
+        ValueError: this cannot be done with such a tensor, op or schedule, on any rank.
     """
     with _calling("allreduce", label, group, timeout, check) as call:
         check_reduction(tensor, op)
@@ -207,10 +201,9 @@ def choose(nbytes: int, k: int) -> Schedule:
     Two ranks exchange whole tensors: in one step they send as much as otherwise in two. More ranks
     send few messages as long as a message costs more than its bytes, and few bytes after that.
 
-    Measured on 2 cores of an AMD EPYC and of an Intel Xeon. With 3, 4 and 8 ranks star and direct
-    cross between 1 and 4 MB, over lanes as over gloo's messages. Two ranks lose up to a quarter to
-    the star where they send messages. More cores, or a network, will differ: for each size
-    ``benchmarks/bench_ranks.py`` prints how much slower this choice is than the fastest.
+    Measured on 2 cores of an AMD EPYC and of an Intel Xeon: with 3, 4 and 8 ranks star and direct
+    cross between 1 and 4 MB, over lanes as over gloo's messages. ``benchmarks/bench_ranks.py``
+    prints for each size how much slower this choice is than the fastest.
     """
     if k == 2:
         return recursive_doubling

@@ -21,9 +21,6 @@ import torch.distributed as dist
 
 from ..devices import record_message
 
-# Over messages a chunk travels in pieces, so that one is reduced while others come. Pieces of
-# 512 kB were as good between two ranks of one machine, and 6 % slower between four.
-PIECE_BYTES = 2**21
 BOTH = ("send", "receive")  # directions of a collective
 DATA, NOTES, END = range(3)  # tags: what is sent under one is never received under another
 NUM_TAGS = 3
@@ -169,9 +166,13 @@ Work = tuple[list[int], dist.Work]  # what is under way, and the ranks that it i
 class Messages(Transport):
     """torch.distributed's point-to-point messages in the CPU's memory: over gloo, as a rule.
 
-    Each one is started and waited for alone, so that a failure names its rank. Messages of
-    different lines do not meet, but share the connections of the group's own transport.
+    Each one is waited for alone, so that a failure names its rank. Messages of different lines do
+    not meet, but share the connections of the group's own transport.
     """
+
+    # A chunk travels in pieces, so that one is reduced while others come. Pieces of 512 kB were as
+    # good between two ranks of one machine, and 6 % slower between four.
+    piece_bytes = 2**21
 
     def __init__(self, group: dist.ProcessGroup, line: int = 0, own: Transport | None = None):
         super().__init__(dist.get_rank(group), dist.get_process_group_ranks(group))
@@ -195,18 +196,23 @@ class Messages(Transport):
         return [row.numpy().tobytes() for row in theirs.cpu()]
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
-        sending = defaultdict(list)  # the address of a piece: its sends
-        for dst, message in sends:
-            for piece in pieces_of(message, PIECE_BYTES):
-                sending[piece.data_ptr()] += self._post([(dist.isend, piece, dst)])
-        receiving = []
+        moves = [
+            (dist.isend, piece, dst)
+            for dst, message in sends
+            for piece in pieces_of(message, self.piece_bytes)
+        ]
+        num_sent, landings = len(moves), []
         for i, (src, part, into) in enumerate(receives):
-            landing = part if into is take else self._beside(i, part)
-            places, pieces = pieces_of(part, PIECE_BYTES), pieces_of(landing, PIECE_BYTES)
-            for place, piece in zip(places, pieces, strict=True):
-                receiving.append((self._post([(dist.irecv, piece, src)]), place, piece, into))
-        for works, place, piece, into in receiving:  # one is reduced while the next is on its way
-            self._wait(works, deadline)
+            beside = part if into is take else self._beside(i, part)
+            places, pieces = pieces_of(part, self.piece_bytes), pieces_of(beside, self.piece_bytes)
+            moves += [(dist.irecv, piece, src) for piece in pieces]
+            landings += [(piece, into, place) for piece, place in zip(pieces, places, strict=True)]
+        works = self._post(moves)
+        sending = defaultdict(list)  # the address of a piece: its works
+        for (_, piece, _), work in zip(moves, works[:num_sent], strict=False):
+            sending[piece.data_ptr()].append(work)
+        for work, (piece, into, place) in zip(works[num_sent:], landings, strict=True):
+            self._wait([work], deadline)
             if into is not take:
                 self._wait(sending.pop(place.data_ptr(), []), deadline)  # sent before it changes
                 into(place, piece)
@@ -224,7 +230,7 @@ class Messages(Transport):
         return memory[: part.nbytes].view(part.dtype)
 
     def _post(self, moves: list[tuple[Callable, torch.Tensor, int]], tag: int = DATA) -> list[Work]:
-        """Start to send (``dist.isend``) or receive each tensor, to or from a member."""
+        """Start to send (``dist.isend``) or receive each tensor, to or from a member: in order."""
         tag += NUM_TAGS * self.line
         works = []
         for kind, tensor, peer in moves:
