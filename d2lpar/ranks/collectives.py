@@ -15,7 +15,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ..collectives.checks import check_tensor, is_folded
 from ..collectives.lists import (
@@ -39,10 +38,8 @@ from ..collectives.schedules import (
     tree_broadcast,
 )
 from .agreement import agree
-from .members import member_of
+from .members import Group, member_of
 from .transport import Receive, Send, take
-
-Group = dist.ProcessGroup | None
 
 
 def allreduce(

@@ -17,6 +17,7 @@ from .lanes import CHANNELS, Lanes, SharedMemory
 from .nccl import NcclMessages, messages_for
 from .transport import Messages, Transport
 
+Group = dist.ProcessGroup | None  # None: all ranks
 TIMEOUT = 300.0  # seconds that a call waits for the others, unless it is told
 
 
@@ -42,7 +43,7 @@ def use_lanes(memory: SharedMemory, timeout: float) -> None:
     _members[group].memory = memory
 
 
-def use_messages(group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
+def use_messages(group: Group = None, timeout: float | None = None) -> None:
     """Let ``group`` send torch.distributed's messages where it would have lanes: call on all ranks.
 
     Use it to compare the two, or to see what happens between machines. ``timeout`` becomes that of
@@ -54,9 +55,7 @@ def use_messages(group: dist.ProcessGroup | None = None, timeout: float | None =
     member.timeout = timeout or member.timeout
 
 
-def member_of(
-    group: "dist.ProcessGroup | Member | None", timeout: float | None
-) -> tuple[Member, float]:
+def member_of(group: Group | Member, timeout: float | None) -> tuple[Member, float]:
     """Return what this rank keeps for ``group``, and for how long to wait."""
     check_group(group)
     member = group if isinstance(group, Member) else _known(group or dist.group.WORLD)
@@ -71,7 +70,7 @@ def member_of(
     return member, timeout
 
 
-def check_group(group: "dist.ProcessGroup | Member | None") -> None:
+def check_group(group: Group | Member) -> None:
     """Raise ValueError unless there is such a group, and this rank is a member."""
     if not dist.is_initialized():
         raise ValueError("there is no process group: call this inside launch or under torchrun")
@@ -104,7 +103,7 @@ def _find_lanes(member: Member, timeout: float) -> Lanes | None:
     return Lanes(me, ranks, memory, free.bit_length() - 1) if free else None
 
 
-def line_of(group: dist.ProcessGroup | None, timeout: float | None = None) -> Member:
+def line_of(group: Group, timeout: float | None = None) -> Member:
     """Return a line of its own in ``group``, to be passed to calls as their group.
 
     Called by all ranks of the group. It has lanes if the group has and a channel is free, else
@@ -126,7 +125,7 @@ def line_of(group: dist.ProcessGroup | None, timeout: float | None = None) -> Me
     return line
 
 
-def group_like(group: dist.ProcessGroup | None, backend: str | None = None) -> dist.ProcessGroup:
+def group_like(group: Group, backend: str | None = None) -> dist.ProcessGroup:
     """Return a new process group of the same ranks: its messages have an order of their own.
 
     Called by all of them. ``backend``: of its messages; None: that of ``group``.

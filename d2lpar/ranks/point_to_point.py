@@ -13,12 +13,11 @@ from threading import Thread
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..collectives.checks import check_tensor
 from ..devices import as_device
 from ..guards import checked
-from .members import member_of
+from .members import Group, member_of
 from .transport import MismatchError, Receive, Send, Transport, take
 
 MAX_DIMS = 8
@@ -41,7 +40,7 @@ def send(
     tensor: torch.Tensor,
     dst: int,
     label: str = "",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     timeout: float | None = None,
     wants_gradient: bool = False,
 ) -> None:
@@ -79,7 +78,7 @@ def receive(
     src: int,
     label: str = "",
     device: torch.device | str = "cpu",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
     """Return what rank ``src`` sends next, as a new tensor on ``device``; it must have ``label``.
