@@ -24,7 +24,7 @@ from torch import nn
 
 from .. import ranks
 from ..ranks.members import Member, line_of
-from ..ranks.sender import Sender
+from ..ranks.point_to_point import Sender
 from .buckets import Bucket, make_buckets
 from .uneven import naming_join
 

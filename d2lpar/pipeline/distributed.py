@@ -18,10 +18,8 @@ from torch import nn
 
 from ..data_parallel.loss import Count, find_count
 from ..ranks.agreement import agree
-from ..ranks.members import destroy, member_of
-from ..ranks.point_to_point import check_sendable, receive, send
-from ..ranks.sender import Sender
-from ..ranks.transport import group_like
+from ..ranks.members import destroy, group_like, member_of
+from ..ranks.point_to_point import Sender, check_send, receive, send
 from .local import Losses, check_batch, on_device, run_actions
 from .schedules import (
     Action,
@@ -206,7 +204,7 @@ class Mail:
         if action.kind == "forward" and result.requires_grad:
             self.awaited.add(action._replace(kind="backward"))
         message, dst, label = result.detach(), self.ranks[there.stage], self.label(action)
-        check_sendable(message, label)
+        check_send(message, dst, label)
         arguments = message, dst, label, self.group, self.timeout, result.requires_grad
         context = copy_context()  # the thread counts bytes where we do
         self.sent.append(self.sender.submit(context.run, send, *arguments))
@@ -225,5 +223,6 @@ def agreed_ticks(schedule, num_microbatches, group, timeout) -> list[list[Action
     digest = blake2b(repr(ticks).encode(), digest_size=4).hexdigest()
     name = getattr(schedule, "__name__", "schedule")
     plan = f"pipeline of {num_stages} stages, {name} ({digest}), {num_microbatches} micro-batches"
-    agree(member.transport, 0, plan, 0, limit)
+    with member.transport.call(plan):
+        agree(member.transport, 0, plan, 0, limit)
     return ticks

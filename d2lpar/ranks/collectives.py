@@ -3,14 +3,18 @@
 The functions have the names and the meaning of those in ``collectives``, but a rank passes its own
 tensor instead of a list. Before anything is reduced, all ranks compare what they are about to do:
 torch does that only under TORCH_DISTRIBUTED_DEBUG=DETAIL, and without it gloo aborts or is silently
-wrong. Notebook 05 builds this file.
+wrong. Notebook 05 uses this file.
 """
 
-from collections.abc import Callable
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from hashlib import blake2b
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ..collectives.lists import (
     bounds_of,
@@ -21,35 +25,29 @@ from ..collectives.lists import (
     is_expanded,
     part_of,
     put_back,
+    reducer,
 )
-from ..collectives.schedules import Schedule, direct, recursive_doubling, ring, star, tree_broadcast
-from .agreement import MismatchError, agree, describe_schedule, describe_tensor
-from .members import Member, member_of, use_lanes, use_messages
-from .moves import Part, even_bounds, make_moves, own_moves
-from .nccl import NcclMessages
-from .transport import BusyError, PeerError, Transport
-
-__all__ = (
-    "BusyError",
-    "MismatchError",
-    "PeerError",
-    "all_gather",
-    "all_gather_int",
-    "allreduce",
-    "barrier",
-    "broadcast",
-    "choose",
-    "reduce_scatter",
-    "use_lanes",
-    "use_messages",
+from ..collectives.schedules import (
+    Schedule,
+    check_steps,
+    direct,
+    num_chunks,
+    recursive_doubling,
+    ring,
+    star,
+    steps_of,
+    tree_broadcast,
 )
+from .agreement import agree
+from .members import Group, member_of
+from .transport import Receive, Send, take
 
 
 def allreduce(
     tensor: torch.Tensor,
     schedule: Schedule | None = None,
     op: str = "sum",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     check: bool = True,
     timeout: float | None = None,
     *,
@@ -57,65 +55,51 @@ def allreduce(
 ) -> None:
     """Reduce in place: afterwards ``tensor`` holds, on every rank, the reduction of all of them.
 
-    Sums, means, maxima and minima of finite numbers are equal to the last bit in every run, and on
-    all ranks that have equally many threads: in an exchange both partners compute. (The last bits
-    of a product of complex numbers hang on the strides, and NaN has many forms.) float16 and
-    bfloat16 travel and are reduced as float32, and are rounded once, at the end.
+    The result is equal to the last bit on all ranks that have equally many threads, and in every
+    run. float16 and bfloat16 travel and are reduced as float32, and are rounded once, at the end.
 
     A rank that leaves out one of several *equal* calls is not seen at once: its next call meets the
-    others' earlier one, the results are mixed, and only at the end one rank waits for a call that
-    never comes. A ``label`` tells such calls apart. In threads, which may begin in another order on
-    each rank, each thread should have a group of its own.
+    others' earlier one, and only at the end one rank waits for a call that never comes. A ``label``
+    tells such calls apart. Give each thread a group of its own: threads may begin in another order
+    on each rank.
 
     Args:
         tensor: of the same shape and dtype on every rank, contiguous or not.
         schedule: a function k -> steps, such as ``ring``; None: ``choose`` does, by size and k.
         op: "sum", "mean", "max", "min" or "product".
         group: a process group of which this rank is a member; None: all ranks.
-        check: whether the ranks first compare what they are about to do. Over gloo this costs one
-            exchange of 32 bytes; over lanes a short message goes along with them. Without it a
-            mistake may hang, abort or go unseen.
+        check: whether the ranks first compare what they are about to do: 32 bytes, with which a
+            short message goes along over lanes. Without it a mistake may hang, abort or go unseen.
         timeout: seconds to wait for the others, in each step.
         label: what is reduced, such as "step 3": compared by the check.
 
     Raises:
-        MismatchError: on every rank, when what they are about to do differs.
-        PeerError: a rank did not call or did not answer in time, gave up or is gone. A rank
-            gives up when it fails after the check, and the group is then of no more use.
+        MismatchError: on every rank, when what they are about to do differs, or only some of them
+            can do it. The group is still usable.
+        PeerError: a rank did not call or did not answer in time, gave up or is gone. A rank gives
+            up when it fails after the check. The group is then of no more use.
         BusyError: another thread of this rank has a call under way in this group, which is then of
             no more use.
-        ValueError: ``op`` is unknown or not defined for the dtype; ``tensor`` requires gradients
-            outside ``no_grad``, is sparse or a meta tensor, or holds one place of memory
-            twice; ``schedule`` sends and writes the same chunk in one step, not by an exchange; or
-            there is no process group.
-        TypeError: ``tensor`` is no tensor, or ``schedule`` no function.
+        ValueError: this cannot be done with such a tensor, op or schedule, on any rank.
     """
-    member, timeout = member_of(group, timeout)
-    transport = member.transport
-    k = len(transport.ranks)
-    what = f"{op} of {_described(tensor, transport)}, {describe_schedule(schedule, k)}"
-    plan = _plan("allreduce", label, what)
-
-    def prepare() -> Part:
+    with _calling("allreduce", label, group, timeout, check) as call:
+        check_reduction(tensor, op)
         if schedule is not None and not callable(schedule):
             kind = type(schedule).__name__
             raise TypeError(f"schedule must be a function such as ring, not {kind}")
-        flat = _message_of(tensor, transport)
-        steps, n = own_moves(schedule or choose(flat.nbytes, k), k, transport.member, op)
-        return Part(steps, flat, even_bounds(flat.numel(), n))
-
-    with transport.call(plan):
-        part, _ = _agreed(plan, prepare, tensor, op, member, check, timeout)
-        with transport.guard():
-            make_moves(part, transport, timeout)
-            divide([part.flat], op, k)
-            put_back([tensor], [part.flat])
+        flat = call.flatten(tensor)
+        moves = own_moves(schedule or choose(flat.nbytes, call.k), call.k, call.me, op)
+        steps = messages_of(moves.steps, flat, even_bounds(flat.numel(), moves.num_chunks))
+        call.agree(f"{op} of {call.describe(tensor)}, {moves.name}", ahead=steps[:1])
+        call.exchange(steps)
+        divide([flat], op, call.k)
+        put_back([tensor], [flat])
 
 
 def reduce_scatter(
     tensor: torch.Tensor,
     op: str = "sum",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     check: bool = True,
     timeout: float | None = None,
     *,
@@ -127,31 +111,22 @@ def reduce_scatter(
     0, now reduced; the other rows are left with partial results. A tensor without a dimension
     counts as one row. Arguments and errors are those of ``allreduce``.
     """
-    member, timeout = member_of(group, timeout)
-    transport = member.transport
-    k, me = len(transport.ranks), transport.member
-    plan = _plan("reduce_scatter", label, f"{op} of {_described(tensor, transport)}")
-
-    def prepare() -> Part:
-        steps, _ = own_moves(ring, k, me, op)
-        bounds = bounds_of(torch.atleast_1d(tensor.detach()).tensor_split(k))
-        return Part(steps[: k - 1], _message_of(tensor, transport), bounds)
-
-    with transport.call(plan):
-        part, _ = _agreed(plan, prepare, tensor, op, member, check, timeout)
-        with transport.guard():
-            make_moves(part, transport, timeout)
-            divide([part_of(part.flat, me, part.bounds)], op, k)
-            put_back([tensor], [part.flat])
-    return torch.atleast_1d(tensor.detach()).tensor_split(k)[me]
+    with _calling("reduce_scatter", label, group, timeout, check) as call:
+        check_reduction(tensor, op)
+        flat = call.flatten(tensor)
+        shards = torch.atleast_1d(tensor.detach()).tensor_split(call.k)
+        bounds = bounds_of(shards)
+        half = own_moves(ring, call.k, call.me, op).steps[: call.k - 1]
+        steps = messages_of(half, flat, bounds)
+        call.agree(f"{op} of {call.describe(tensor)}", ahead=steps[:1])
+        call.exchange(steps)
+        divide([part_of(flat, call.me, bounds)], op, call.k)
+        put_back([tensor], [flat])
+        return shards[call.me]
 
 
 def all_gather(
-    shard: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    timeout: float | None = None,
-    *,
-    label: str = "",
+    shard: torch.Tensor, group: Group = None, timeout: float | None = None, *, label: str = ""
 ) -> torch.Tensor:
     """Return all ranks' shards joined along dimension 0: a new tensor.
 
@@ -159,32 +134,24 @@ def all_gather(
     have to tell each other, and compare what they do anyway; one without a dimension counts as a
     row. Arguments and errors are those of ``allreduce``.
     """
-    member, timeout = member_of(group, timeout)
-    transport = member.transport
-    k, me = len(transport.ranks), transport.member
-    plan = _plan("all_gather", label, f"rows of {_described(shard, transport, first=1)}")
-
-    def prepare() -> Part:
-        steps, _ = own_moves(ring, k, me, "sum")
-        own = _message_of(shard, transport, widen=False)
-        alone = [0] * (me + 1) + [own.numel()] * (k - me)  # as if only this rank had rows
-        return Part(steps[k - 1 :], own, alone)
-
-    with transport.call(plan):
-        part, rows = _agreed(plan, prepare, shard, "sum", member, True, timeout)
-        with transport.guard():
-            shape = torch.atleast_1d(shard).shape[1:]
-            bounds = [0, *accumulate(n * shape.numel() for n in rows)]
-            flat = part.flat.new_empty(bounds[-1])
-            part_of(flat, me, bounds).copy_(part.flat)
-            make_moves(Part(part.steps, flat, bounds), transport, timeout)
-            return flat.reshape(sum(rows), *shape).to(shard.device)
+    with _calling("all_gather", label, group, timeout) as call:
+        check_reduction(shard)
+        own, shape = call.flatten(shard, widen=False), torch.atleast_1d(shard).shape
+        half = own_moves(ring, call.k, call.me, "sum").steps[call.k - 1 :]
+        alone = [0] * (call.me + 1) + [own.numel()] * (call.k - call.me)  # only this rank has rows
+        ahead = messages_of(half[:1], own, alone)
+        rows = call.agree(f"rows of {call.describe(shard, first=1)}", ahead, number=shape[0])
+        bounds = [0, *accumulate(n * shape[1:].numel() for n in rows)]
+        flat = own.new_empty(bounds[-1])
+        part_of(flat, call.me, bounds).copy_(own)
+        call.exchange(messages_of(half, flat, bounds))
+        return flat.reshape(sum(rows), *shape[1:]).to(shard.device)
 
 
 def broadcast(
     tensor: torch.Tensor,
     src: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     check: bool = True,
     timeout: float | None = None,
     *,
@@ -195,57 +162,35 @@ def broadcast(
     ``src`` is a rank of the world, as in torch. The other arguments and errors are those of
     ``allreduce``.
     """
-    member, timeout = member_of(group, timeout)
-    transport = member.transport
-    k = len(transport.ranks)
-    plan = _plan("broadcast", label, f"from rank {src} of {_described(tensor, transport)}")
-
-    def prepare() -> Part:
-        if src not in transport.ranks:
-            members = list(transport.ranks)
-            raise ValueError(f"src is {src!r}, but the group has the ranks {members}")
-        root = transport.ranks.index(src)
-        steps, _ = own_moves(tree_broadcast, k, transport.member, "sum", root)
-        return Part(steps, _message_of(tensor, transport, widen=False), [])
-
-    with transport.call(plan):
-        part, _ = _agreed(plan, prepare, tensor, "sum", member, check, timeout)
-        with transport.guard():
-            make_moves(part, transport, timeout)
-            put_back([tensor], [part.flat])
+    with _calling("broadcast", label, group, timeout, check) as call:
+        check_reduction(tensor)
+        if src not in call.ranks:
+            raise ValueError(f"src is {src!r}, but the group has the ranks {list(call.ranks)}")
+        root = call.ranks.index(src)
+        flat = call.flatten(tensor, widen=False)
+        steps = messages_of(own_moves(tree_broadcast, call.k, call.me, "sum", root).steps, flat)
+        call.agree(f"from rank {src} of {call.describe(tensor)}", ahead=steps[:1])
+        call.exchange(steps)
+        put_back([tensor], [flat])
 
 
-def barrier(
-    group: dist.ProcessGroup | None = None, timeout: float | None = None, *, label: str = ""
-) -> None:
+def barrier(group: Group = None, timeout: float | None = None, *, label: str = "") -> None:
     """Return when all ranks of the group have called. Errors are those of ``allreduce``."""
-    _all_told(0, _plan("barrier", label), group, timeout)
+    with _calling("barrier", label, group, timeout) as call:
+        call.agree()
 
 
 def all_gather_int(
-    number: int,
-    group: dist.ProcessGroup | None = None,
-    timeout: float | None = None,
-    *,
-    label: str = "",
+    number: int, group: Group = None, timeout: float | None = None, *, label: str = ""
 ) -> list[int]:
     """Return the number of every rank, each from -2^63 to 2^63 - 1: it goes along with the check.
 
     Other arguments and errors are those of ``allreduce``.
     """
-    good = isinstance(number, int) and -(2**63) <= number < 2**63
-    what = "" if good else f"of {number!r}"
-    told = _all_told(number if good else 0, _plan("all_gather_int", label, what), group, timeout)
-    if not good:
-        raise ValueError(f"number must be an int of 64 bits, not {number!r}")
-    return told
-
-
-def _all_told(number: int, plan: str, group, timeout) -> list[int]:
-    member, timeout = member_of(group, timeout)
-    with member.transport.call(plan):
-        member.calls += 1
-        return agree(member.transport, member.calls, plan, number, timeout)
+    with _calling("all_gather_int", label, group, timeout) as call:
+        if not -(2**63) <= operator.index(number) < 2**63:
+            raise ValueError(f"number must be an int of 64 bits, not {number!r}")
+        return call.agree(number=number)
 
 
 def choose(nbytes: int, k: int) -> Schedule:
@@ -254,75 +199,134 @@ def choose(nbytes: int, k: int) -> Schedule:
     Two ranks exchange whole tensors: in one step they send as much as otherwise in two. More ranks
     send few messages as long as a message costs more than its bytes, and few bytes after that.
 
-    Measured on 2 cores of an AMD EPYC and of an Intel Xeon. With 3, 4 and 8 ranks star and direct
-    cross between 1 and 4 MB, over lanes as over gloo's messages. Two ranks lose up to a quarter to
-    the star where they send messages. More cores, or a network, will differ: for each size
-    ``benchmarks/bench_ranks.py`` prints how much slower this choice is than the fastest.
+    Measured on 2 cores of an AMD EPYC and of an Intel Xeon: with 3, 4 and 8 ranks star and direct
+    cross between 1 and 4 MB, over lanes as over gloo's messages. ``benchmarks/bench_ranks.py``
+    prints for each size how much slower this choice is than the fastest.
     """
     if k == 2:
         return recursive_doubling
     return star if nbytes <= 2 * 2**20 else direct
 
 
-def _message_of(tensor: torch.Tensor, transport: Transport, widen: bool = True) -> torch.Tensor:
-    """Return the elements as they are sent: side by side, where the transport can read them."""
-    flat = flatten(tensor, widen)
-    if flat.is_conj() or flat.is_neg() or not flat.is_contiguous():
-        flat = flat.resolve_conj().resolve_neg().contiguous()
-    home = transport.home(tensor)
-    return flat if flat.device == home else flat.to(home)
-
-
-def _plan(name: str, label: str, what: str = "") -> str:
-    """Say in one line what this rank is about to do: on all ranks the same."""
-    return name + (f" {label!r}" if label else "") + (f", {what}" if what else "")
-
-
-def _described(tensor, transport: Transport, first: int = 0) -> str:
-    """Describe the tensor and, if that depends on it, by which of the group's backends it goes."""
-    words = describe_tensor(tensor, first)
-    if isinstance(transport, NcclMessages) and isinstance(tensor, torch.Tensor):
-        words += f" over {transport.home(tensor).type}"
-    return words
-
-
-def _agreed(
-    plan: str,
-    prepare: Callable[[], Part],
-    tensor: torch.Tensor,
-    op: str,
-    member: Member,
-    check: bool,
-    timeout: float,
-) -> tuple[Part, list[int]]:
-    """Prepare this member's part, compare plans, and return the part and everyone's rows.
-
-    With ``check``, what fails here is raised when all have agreed on what to do: what is wrong with
-    the arguments is then the same error on all ranks, and a difference between ranks comes first.
-    """
-    member.calls += 1
-    failure, ahead, rows = None, None, []
-    try:
-        _check(tensor, op)
-        part = prepare()
-        ahead = part.sends(part.steps[0]) if part.steps else None
-    except Exception as error:
-        failure = error
-    if check:
-        rows = agree(member.transport, member.calls, plan, _rows(tensor), timeout, ahead)
-    if failure is None:
-        return part, rows
-    if isinstance(failure, (MemoryError, RuntimeError)):  # it is this rank's alone: no room
-        member.transport.give_up(failure)
-    raise failure
-
-
-def _check(tensor: torch.Tensor, op: str) -> None:
+def check_reduction(tensor: torch.Tensor, op: str = "sum") -> None:
+    """Refuse what cannot be sent, or not be reduced by ``op``."""
     check_tensor(tensor, "the tensor")
     check_op(op, tensor.dtype)
     if is_expanded(tensor):
         raise ValueError(f"the tensor is an expanded view (strides {tensor.stride()}): clone it")
 
 
-def _rows(tensor) -> int:
-    return len(tensor) if isinstance(tensor, torch.Tensor) and tensor.dim() else 1
+# What all collectives have in common
+
+
+class _Call:
+    """A rank's call of a collective: it agrees with the others, and exchanges messages."""
+
+    def __init__(self, name: str, label: str, group: Group, timeout: float | None, check: bool):
+        self.member, self.timeout = member_of(group, timeout)
+        self.transport = self.member.transport
+        self.ranks, self.me = self.transport.ranks, self.transport.member
+        self.k = len(self.ranks)
+        self.name, self.check = f"{name} {label!r}" if label else name, check
+        self.has_asked = False  # whether the others know of this call
+
+    def flatten(self, tensor: torch.Tensor, widen: bool = True) -> torch.Tensor:
+        """Return the elements as they are sent: side by side, where the transport can read them."""
+        flat = flatten(tensor, widen)
+        if flat.is_conj() or flat.is_neg() or not flat.is_contiguous():
+            flat = flat.resolve_conj().resolve_neg().contiguous()
+        home = self.transport.home(tensor)
+        return flat if flat.device == home else flat.to(home)
+
+    def describe(self, tensor: torch.Tensor, first: int = 0) -> str:
+        """Name dtype and shape, and the kind of device that it is sent from, unless it is a CPU."""
+        kind, home = _kind(tensor.dtype, tensor.shape[first:]), self.transport.home(tensor).type
+        return kind if home == "cpu" else f"{kind} on {home}"
+
+    def agree(self, what: str = "", ahead: Sequence[tuple] = (), number: int = 0) -> list[int]:
+        """Compare plans, if that is wanted; return every rank's ``number``.
+
+        ``ahead`` has the messages of the first step: a short one goes along.
+        """
+        self.has_asked = True
+        if not self.check:
+            return []
+        plan = f"{self.name}, {what}" if what else self.name
+        sends = ahead[0][0] if ahead else ()
+        return agree(self.transport, self.member.calls, plan, number, self.timeout, sends)
+
+    def exchange(self, steps: Sequence[tuple]) -> None:
+        """Send and receive the messages of all steps."""
+        for sends, receives in steps:
+            self.transport.exchange(sends, receives, self.timeout)
+
+
+@contextmanager
+def _calling(name: str, label: str, group, timeout, check: bool = True) -> Iterator[_Call]:
+    """Make a call. What fails in it before the ranks agree is compared like a plan.
+
+    An error that all ranks have, each raises itself. One that only some have is a MismatchError on
+    all. After both, the group is still usable.
+    """
+    call = _Call(name, label, group, timeout, check)
+    with call.transport.call(call.name):
+        call.member.calls += 1
+        try:
+            yield call
+        except Exception as error:
+            if not call.has_asked:
+                call.agree(f"{type(error).__name__}: {error}")
+            raise
+
+
+class Moves(NamedTuple):
+    """One member's moves of a schedule, step by step: its sends, and what it receives."""
+
+    name: str  # of the schedule, with a digest of all moves: two may have one name
+    num_chunks: int  # into which the tensor is cut
+    steps: list[tuple[list, list]]  # [(destination, chunk), …], [(source, chunk, into), …]
+
+
+@lru_cache(maxsize=1024)
+def own_moves(schedule, k: int, member: int, op: str, *args) -> Moves:
+    """Return the moves of one member."""
+    steps = steps_of(schedule, k, *args)
+    check_steps(steps, k)
+    digest = blake2b(repr(steps).encode(), digest_size=4).hexdigest()
+    name = getattr(schedule, "__qualname__", type(schedule).__qualname__)
+    moves = Moves(f"schedule {name} ({digest})", num_chunks(steps), [])
+    for step in steps:
+        sends, receives = [], []
+        for m in step:
+            if m.src == member:
+                sends.append((m.dst, m.chunk))
+            if m.dst == member:
+                into = reducer(op, m.src < member) if m.reduce else take
+                receives.append((m.src, m.chunk, into))
+        moves.steps.append((sends, receives))
+    return moves
+
+
+def messages_of(
+    steps: Sequence[tuple], flat: torch.Tensor, bounds: Sequence[int] = ()
+) -> list[tuple[list[Send], list[Receive]]]:
+    """Return the messages of some steps: chunk c is bounds[c] to bounds[c + 1] of ``flat``."""
+    return [
+        (
+            [Send(dst, part_of(flat, chunk, bounds)) for dst, chunk in sends],
+            [Receive(src, part_of(flat, chunk, bounds), into) for src, chunk, into in receives],
+        )
+        for sends, receives in steps
+    ]
+
+
+@lru_cache(maxsize=1024)
+def even_bounds(numel: int, n: int) -> list[int]:
+    """Return where ``tensor_split`` cuts ``numel`` elements into ``n``: the first are larger."""
+    each, larger = divmod(numel, n)
+    return [i * each + min(i, larger) for i in range(n + 1)]
+
+
+@lru_cache(maxsize=1024)
+def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

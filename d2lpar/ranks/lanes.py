@@ -3,7 +3,7 @@
 A lane is a one-way path from one rank to another: two slots of a memory that both have mapped, and
 two counting semaphores that say how many slots are free and how many are full. It is the bounded
 buffer of Dijkstra, "Cooperating sequential processes" (1965). A message is copied once into a slot
-and read from there; no system call copies it, and none is made as long as nobody has to sleep. A
+and read from there. No system call copies it, and none is made as long as nobody has to sleep. A
 note takes a short message that follows it along in its slot, so that one wait does for both.
 Notebook 05 measures lanes against gloo.
 """
@@ -20,11 +20,12 @@ from itertools import permutations, zip_longest
 
 import torch
 
-from .transport import ALIGNMENT, PeerError, Receive, Send, Transport, name_ranks, pieces_of
+from .transport import PeerError, Receive, Send, Transport, name_ranks, pieces_of
 
 CHANNELS = 4  # process groups of a rank that can have lanes, in all; further ones send messages
 SLOTS = 2  # of a lane: one is filled while the other is emptied
 SLOT_BYTES = 2**20  # at most
+ALIGNMENT = 64  # bytes: a message may begin at any multiple of it, whatever its dtype
 NOTE_BYTES = 64  # of a slot, for a note that takes a message along, and for a byte that says so
 SHORT_BYTES = 2**17  # of such a message, at most: longer ones gain nothing
 MIN_SLOT_BYTES = 2**12  # with smaller ones, which more than 28 ranks would have, nothing is won
@@ -32,10 +33,11 @@ LANE_BYTES = 24 * 2**20  # all lanes together: two launches of 16 ranks fit into
 TABLE_ROWS = 3
 SPINS = 100  # times that a rank looks again before it sleeps
 LOOK = 0.05  # seconds after which a sleeping rank looks whether its time is up
+let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 class _Lane:
-    """A member's end of the lane to or from a peer: what it waits for, and what it then announces.
+    """A member's end of the lane to or from a peer.
 
     A sender waits for free slots and announces full ones, a receiver the other way round.
     """
@@ -56,70 +58,68 @@ class _Lane:
 
 
 class Lanes(Transport):
-    """A member's ends of the lanes to and from all others."""
+    """A member's ends of the lanes to and from all others, in one channel of the memory."""
 
     def __init__(self, member: int, ranks: Sequence[int], memory: "SharedMemory", channel: int):
         super().__init__(member, ranks)
+        self.memory, self.channel = memory, channel
+        memory.used[channel] = True
         self.outgoing, self.incoming = {}, {}  # the lanes to and from each other member
         for i in self.others:
-            there, back = (ranks[member], ranks[i]), (ranks[i], ranks[member])
-            free, full = memory.semaphores[(channel, *there)]
-            self.outgoing[i] = _Lane(ranks[i], memory.slots(channel, *there), free, full)
-            free, full = memory.semaphores[(channel, *back)]
-            self.incoming[i] = _Lane(ranks[i], memory.slots(channel, *back), full, free)
+            there, back = (channel, ranks[member], ranks[i]), (channel, ranks[i], ranks[member])
+            free, full = memory.semaphores[there]
+            self.outgoing[i] = _Lane(ranks[i], memory.slots(*there), free, full)
+            free, full = memory.semaphores[back]
+            self.incoming[i] = _Lane(ranks[i], memory.slots(*back), full, free)
         # Of every rank, for the others to read: for whom it waits (1 + rank, or 0 for nobody), when
         # it last looked around while it did (ns), and, once it has given up, whose part it missed
         # (bit r for rank r). The semaphores order what is in the slots, on every processor, but not
         # this: a rank may see an old entry, which at worst names another one that is missing, too.
         self.waits_for, self.looked, self.missed = memory.table_of(channel)
         self.bytes, self.piece_bytes = memory.bytes, memory.slot_bytes - NOTE_BYTES
-        self.tensor = torch.frombuffer(memory.bytes, dtype=torch.uint8)
-        self.view = lru_cache(maxsize=256)(self._view)
+        self.short_bytes = min(SHORT_BYTES, self.piece_bytes)
+        tensor = torch.frombuffer(memory.bytes, dtype=torch.uint8)
+        self.view = lru_cache(maxsize=256)(partial(_view, tensor))
 
-    def _tell(self, note: bytes, deadline: float, ahead: Sequence[Send] | None) -> list[bytes]:
-        self._drop_held()
-        notes, missing = [note] * len(self.ranks), set()
-        first = self._short_messages(ahead or ())
+    def __del__(self):
+        if not self.broken:  # else messages may still be under way
+            self.memory.used[self.channel] = False
+
+    def _tell(self, note: bytes, deadline: float, ahead: Sequence[Send]) -> list[bytes]:
+        for lane in self.incoming.values():
+            if lane.held:  # nobody has taken it: plans differed
+                lane.held = 0
+                lane.release()
+        notes, missing = [note] * len(self.ranks), []
+        first = {}  # message for each member
+        for dst, message in ahead:
+            if message.numel():
+                first.setdefault(dst, message)
         for i, lane in self.outgoing.items():
-            if not lane.acquire(False) and not self._sleep(lane, deadline):
-                missing.add(lane.rank)  # who else?
+            if not self._wait(lane, deadline):
+                missing.append(lane.rank)  # who else?
                 continue
             slot = lane.next_slot()
-            lane.ahead = i in first
+            lane.ahead = i in first and first[i].nbytes <= self.short_bytes
             self.bytes[slot : slot + len(note) + 1] = note + bytes([lane.ahead])
             if lane.ahead:
                 self.view(slot + NOTE_BYTES, first[i].numel(), first[i].dtype).copy_(first[i])
             lane.release()
         for i, lane in self.incoming.items():
-            if not lane.acquire(False) and not self._sleep(lane, deadline):
-                missing.add(lane.rank)
+            if not self._wait(lane, deadline):
+                missing.append(lane.rank)
                 continue
             slot = lane.next_slot()
             end = slot + len(note)
             notes[i] = bytes(self.bytes[slot:end])
-            if self.bytes[end] and ahead is not None:
+            if self.bytes[end]:
                 lane.held = slot + NOTE_BYTES
             else:
                 lane.release()
         if missing:
-            raise PeerError(f"{name_ranks(sorted(missing))} did not call in time", sorted(missing))
+            missing = sorted(set(missing))
+            raise PeerError(f"{name_ranks(missing)} did not call in time", missing)
         return notes
-
-    def _short_messages(self, sends: Sequence[Send]) -> dict[int, torch.Tensor]:
-        """Return the first message for each member, where there is one and it is short."""
-        first = {}
-        for dst, message in sends:
-            if message.numel():
-                first.setdefault(dst, message)
-        longest = min(SHORT_BYTES, self.piece_bytes)
-        return {dst: message for dst, message in first.items() if message.nbytes <= longest}
-
-    def _drop_held(self) -> None:
-        """Release the slots whose messages nobody will take."""
-        for lane in self.incoming.values():
-            if lane.held:
-                lane.held = 0
-                lane.release()
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
         # Everyone sends a piece to each before it receives one from each, so that nobody waits for
@@ -138,7 +138,6 @@ class Lanes(Transport):
                 slot, lane.held = lane.held or self._slot(lane, deadline), 0
                 into(piece, self.view(slot, piece.numel(), piece.dtype))
                 lane.release()
-        self._drop_held()
 
     def _rounds(self, lanes: dict[int, _Lane], moves: list) -> list[list[tuple]]:
         """Cut all messages into pieces that fit into a slot: a round has one for each lane.
@@ -155,12 +154,9 @@ class Lanes(Transport):
                 turns[peer] += 1
         return rounds
 
-    def _view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.tensor[offset : offset + numel * dtype.itemsize].view(dtype)
-
     def _slot(self, lane: _Lane, deadline: float) -> int:
         """Wait for the lane's next slot, free for its sender or full for its receiver."""
-        if lane.acquire(False) or self._sleep(lane, deadline):
+        if self._wait(lane, deadline):
             return lane.next_slot()
         line = self._line(lane.rank)
         stuck = line[-1]
@@ -168,10 +164,12 @@ class Lanes(Transport):
             stuck = min(line, key=self.looked.__getitem__)
         raise PeerError(f"rank {stuck} did not do its part in time", [stuck])
 
-    def _sleep(self, lane: _Lane, deadline: float) -> bool:
+    def _wait(self, lane: _Lane, deadline: float) -> bool:
         """Wait until there is a slot, or until the time is up: then it is False."""
+        if lane.acquire(False):
+            return True
         for _ in range(SPINS):
-            os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
+            let_others_run()
             if lane.acquire(False):
                 return True
         me = self.ranks[self.member]
@@ -181,7 +179,9 @@ class Lanes(Transport):
             if lane.acquire(True, LOOK):
                 self.waits_for[me] = 0
                 return True
-            self._look_around(lane)
+            if self.refusal:  # another thread of this rank has given up
+                raise PeerError(self.refusal)
+            self._check(self._line(lane.rank)[-1])
         return False  # and the table goes on to say for whom
 
     def _line(self, rank: int) -> list[int]:
@@ -198,29 +198,26 @@ class Lanes(Transport):
 
     def look(self) -> None:
         """Raise PeerError where another rank has given up."""
-        for rank in self.ranks:
-            if self.missed[rank]:
-                raise self._verdict(rank)
+        for i in self.others:
+            self._check(self.ranks[i])
 
-    def _look_around(self, lane: _Lane) -> None:
-        """Stop waiting where nothing will come, because someone has given up."""
-        if self.refusal:  # this rank, in another thread
-            raise PeerError(self.refusal)
-        last = self._line(lane.rank)[-1]
-        if self.missed[last]:
-            raise self._verdict(last)
-
-    def _verdict(self, rank: int) -> PeerError:
-        """Say that ``rank`` gave up, or whose part it missed, unless that is this rank's."""
+    def _check(self, rank: int) -> None:
+        """Raise PeerError if ``rank`` has given up: nothing will come. Name whom it missed."""
+        if not self.missed[rank]:
+            return
         others = [self.ranks[i] for i in self.others]
-        missed = [r for r in others if self.missed[rank] >> r & 1] or [rank]
-        if missed == [rank]:
-            return PeerError(f"rank {rank} gave up: its own error says why", missed)
-        return PeerError(f"{name_ranks(missed)} did not do its part, says rank {rank}", missed)
+        missed = [other for other in others if self.missed[rank] >> other & 1]
+        if missed in ([], [rank]):
+            raise PeerError(f"rank {rank} gave up: its own error says why", [rank])
+        raise PeerError(f"{name_ranks(missed)} did not do its part, says rank {rank}", missed)
 
     def _announce(self, error: BaseException) -> None:
         me = self.ranks[self.member]
         self.missed[me] = sum(1 << rank for rank in getattr(error, "ranks", ()) or (me,))
+
+
+def _view(memory: torch.Tensor, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return memory[offset : offset + numel * dtype.itemsize].view(dtype)
 
 
 class SharedMemory:
@@ -236,15 +233,14 @@ class SharedMemory:
         self.slot_bytes = min(SLOT_BYTES, LANE_BYTES // slots // ALIGNMENT * ALIGNMENT)
         self.table = slots * self.slot_bytes  # where it begins
         self.nbytes = self.table + 8 * CHANNELS * TABLE_ROWS * world_size
-        self.used = [True] + [False] * (CHANNELS - 1)  # channel 0 is the default group's
+        self.used = [False] * CHANNELS  # by this rank
 
     @classmethod
     def create(cls, world_size: int, context) -> "SharedMemory | None":
         """Make file and semaphores; None where they are of no use, or there is no room.
 
-        They are of no use to a single rank, and to very many.
-
-        ``context`` is multiprocessing's, whose processes the ranks will be.
+        They are of no use to a single rank, and to very many. ``context`` is multiprocessing's,
+        whose processes the ranks will be.
         """
         if world_size == 1:
             return None
@@ -258,7 +254,11 @@ class SharedMemory:
                     pair = context.Semaphore(SLOTS), context.Semaphore(0)
                     memory.semaphores[(channel, *lane)] = pair
             with open(memory.path, "xb", opener=partial(os.open, mode=0o600)) as file:
-                _reserve(file, memory.nbytes)
+                # Now: a rank that later wrote where no memory is left would die (SIGBUS).
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, memory.nbytes)
+                else:
+                    file.write(bytes(memory.nbytes))
         except OSError:  # no room: semaphores take some in the same folder
             memory.remove()
             return None
@@ -279,6 +279,19 @@ class SharedMemory:
         with suppress(OSError):
             os.unlink(self.path)
 
+    def is_free(self, channel: int, me: int, others: Sequence[int]) -> bool:
+        """Say whether this rank does not use a channel, and all that it sent there was taken."""
+        if self.used[channel]:
+            return False
+        for rank in others:
+            empty, _ = self.semaphores[channel, me, rank]
+            held = sum(empty.acquire(False) for _ in range(SLOTS))
+            for _ in range(held):
+                empty.release()
+            if held < SLOTS:
+                return False
+        return True
+
     def slots(self, channel: int, src: int, dst: int) -> list[int]:
         """Return the offsets of the slots of the lane from ``src`` to ``dst``."""
         peers = self.world_size - 1  # no rank has a lane to itself
@@ -286,18 +299,7 @@ class SharedMemory:
         return [(lane * SLOTS + i) * self.slot_bytes for i in range(SLOTS)]
 
     def table_of(self, channel: int) -> list[memoryview]:
-        """Return the rows of a channel's table, each with a number for every rank of the world."""
+        """Return the rows of the table: a number of each rank in each."""
         size = 8 * self.world_size
         begin = self.table + channel * TABLE_ROWS * size
         return [self.bytes[begin + i * size :][:size].cast("q") for i in range(TABLE_ROWS)]
-
-
-def _reserve(file, nbytes: int) -> None:
-    """Give the file its memory now: a rank that later wrote where none is left would die (SIGBUS).
-
-    Raises OSError where there is not enough.
-    """
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, nbytes)
-    else:
-        file.write(bytes(nbytes))

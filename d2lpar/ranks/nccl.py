@@ -1,24 +1,27 @@
 """How messages travel between GPUs: NCCL's, where a process group has them.
 
-Not run on a GPU. Notebook 05 names NCCL. Source: ``torch.distributed.batch_isend_irecv``.
+We have not run this between GPUs: that takes several. The tests run it over gloo. Notebook 05 names
+NCCL. Source: ``torch.distributed.batch_isend_irecv``.
 """
 
 import os
+import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from .transport import DATA, Messages, Receive, Send, Work, take
+from .transport import DATA, Messages, Work
 
 
 class NcclMessages(Messages):
     """NCCL's messages, for groups that have it: those of CUDA tensors stay on the GPU.
 
-    NCCL wants all that happens at once between the same ranks in one group of operations
-    (``batch_isend_irecv``), and has one piece of work for them. Notes and CPU tensors go by the
-    group's backend for the CPU, if it has one. Not run on a GPU: it takes several.
+    NCCL wants all messages of a step in one batch, which is waited for as a whole. Notes and CPU
+    tensors travel by the group's backend for the CPU, if it has one.
     """
+
+    piece_bytes = sys.maxsize  # no piece would arrive before the others
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(group)
@@ -29,20 +32,6 @@ class NcclMessages(Messages):
         """Return the tensor's GPU; for a CPU tensor, where notes lie."""
         return tensor.device if self._is_batched(tensor) else self.device
 
-    def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
-        if not any(map(self._is_batched, [move[1] for move in (*sends, *receives)])):
-            super()._exchange(sends, receives, deadline)
-            return
-        landings = self._landings(receives)
-        moves = [(dist.isend, message, dst) for dst, message in sends]
-        moves += [
-            (dist.irecv, landing, r.src) for r, landing in zip(receives, landings, strict=True)
-        ]
-        self._wait(self._post(moves), deadline)
-        for (_, part, into), landing in zip(receives, landings, strict=True):
-            if into is not take:
-                into(part, landing)
-
     def _post(self, moves: list[tuple[Callable, torch.Tensor, int]], tag: int = DATA) -> list[Work]:
         if not moves or not self._is_batched(moves[0][1]):
             return super()._post(moves, tag)
@@ -50,7 +39,8 @@ class NcclMessages(Messages):
         operations = [
             dist.P2POp(kind, tensor, self.ranks[peer], self.group) for kind, tensor, peer in moves
         ]
-        return [(peers, work) for work in dist.batch_isend_irecv(operations)]
+        works = dist.batch_isend_irecv(operations)  # NCCL has one work for all
+        return [(peers, work) for work in works] * (len(moves) // len(works))
 
     def _is_batched(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda

@@ -1,45 +1,46 @@
-"""A tensor from one rank to another, with a header that says what it is.
+"""A tensor from one rank to another, with a header that says what it is; and an ``isend``'s thread.
 
-A collective knows on every rank what is sent; what a pipeline sends on has a shape that only the
-sender knows. So a header goes first, of a fixed size: label, dtype, shape, and whether a gradient
-is wanted back. Notebook 06 uses this file.
+A collective knows on every rank what is sent. A pipeline's tensors have shapes that only the sender
+knows. So a header of a fixed size goes first: label, dtype, shape, and whether a gradient is wanted
+back. Notebook 06 uses this file.
 """
 
 import struct
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..collectives.lists import check_tensor
 from ..devices import as_device
-from .agreement import MismatchError
-from .collectives import member_of
-from .transport import Receive, Send, take
+from ..guards import checked
+from .members import Group, member_of
+from .transport import MismatchError, Receive, Send, Transport, take
 
 MAX_DIMS = 8
 MARK = b"d2lpar  "  # of a header
-HEADER = struct.Struct(f"<8s32sqqq{MAX_DIMS}q")  # mark, label, dtype, wants gradient, dims, shape
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-)
+HEADER = struct.Struct(f"<8s32s16sqq{MAX_DIMS}q")  # mark, label, dtype, wants gradient, dims, shape
 
 
+def check_send(tensor: torch.Tensor, dst: int, label: str = "", *_, **__) -> None:
+    """Refuse what a header cannot describe, before anything is sent."""
+    check_tensor(tensor, "the tensor")
+    if tensor.dim() > MAX_DIMS or len(label.encode()) > 32:
+        raise ValueError(
+            f"cannot send a tensor of shape {list(tensor.shape)} as {label!r}: a header has room "
+            f"for {MAX_DIMS} dimensions and a label of 32 bytes"
+        )
+
+
+@checked(check_send)
 def send(
     tensor: torch.Tensor,
     dst: int,
     label: str = "",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     timeout: float | None = None,
     wants_gradient: bool = False,
 ) -> None:
@@ -61,34 +62,23 @@ def send(
         BusyError: another thread of this rank is about to send in the same group.
         ValueError: ``dst`` is no other rank of the group, or the tensor cannot be described.
     """
-    check_sendable(tensor, label)
     member, timeout = member_of(group, timeout)
     transport = member.transport
-    to, text = _peer(transport, dst, "dst"), label.encode()
+    to = _member_number(transport, dst, "dst")
+    dtype = str(tensor.dtype).removeprefix("torch.")
     shape = [*tensor.shape] + [0] * (MAX_DIMS - tensor.dim())
-    fields = DTYPES.index(tensor.dtype), wants_gradient, tensor.dim(), *shape
-    header = HEADER.pack(MARK, text, *fields)
-    with transport.call(f"send of {label!r} to rank {dst}", "send"), transport.guard():
+    header = HEADER.pack(MARK, label.encode(), dtype.encode(), wants_gradient, tensor.dim(), *shape)
+    with transport.call(f"send of {label!r} to rank {dst}", "send"):
         for message in (torch.frombuffer(bytearray(header), dtype=torch.uint8), tensor.detach()):
             flat = message.resolve_conj().resolve_neg().contiguous().view(-1)
             transport.exchange([Send(to, flat.to(transport.device))], [], timeout)
-
-
-def check_sendable(tensor: torch.Tensor, label: str) -> None:
-    """Refuse what ``send`` refuses, before anything is sent."""
-    check_tensor(tensor, "the tensor")
-    if tensor.dim() > MAX_DIMS or tensor.dtype not in DTYPES or len(label.encode()) > 32:
-        raise ValueError(
-            f"cannot send {tensor.dtype} of shape {list(tensor.shape)} as {label!r}: a header has "
-            f"room for {MAX_DIMS} dimensions, torch's usual dtypes and a label of 32 bytes"
-        )
 
 
 def receive(
     src: int,
     label: str = "",
     device: torch.device | str = "cpu",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
     """Return what rank ``src`` sends next, as a new tensor on ``device``; it must have ``label``.
@@ -103,23 +93,60 @@ def receive(
     device = as_device(device)
     member, timeout = member_of(group, timeout)
     transport = member.transport
-    origin = _peer(transport, src, "src")
-    with transport.call(f"receive of {label!r} from rank {src}", "receive"), transport.guard():
+    origin = _member_number(transport, src, "src")
+    with transport.call(f"receive of {label!r} from rank {src}", "receive"):
         header = torch.empty(HEADER.size, dtype=torch.uint8, device=transport.device)
         transport.exchange([], [Receive(origin, header, take)], timeout)
-        mark, text, dtype, wants_gradient, dims, *shape = HEADER.unpack(bytes(header.tolist()))
+        mark, text, kind, wants_gradient, dims, *sizes = HEADER.unpack(bytes(header.tolist()))
         if mark != MARK:
-            raise MismatchError(f"{label!r} was expected, but rank {src} makes another call")
-        flat = torch.empty(shape[:dims], dtype=DTYPES[dtype], device=transport.device).view(-1)
+            error = MismatchError(f"{label!r} was expected, but rank {src} makes another call")
+            transport.give_up(error)  # nobody knows what comes next
+            raise error
+        dtype, shape = getattr(torch, kind.rstrip(b"\0").decode()), sizes[:dims]
+        flat = torch.empty(shape, dtype=dtype, device=transport.device).view(-1)
         transport.exchange([], [Receive(origin, flat, take)], timeout)
     found = text.rstrip(b"\0").decode(errors="replace")
     if found != label:
         raise MismatchError(f"rank {src} has sent {found!r}, but {label!r} was expected")
-    return flat.reshape(shape[:dims]).to(device).requires_grad_(bool(wants_gradient))
+    return flat.reshape(shape).to(device).requires_grad_(bool(wants_gradient))
 
 
-def _peer(transport, rank: int, name: str) -> int:
-    if rank not in transport.ranks or transport.ranks.index(rank) == transport.member:
-        others = [r for r in transport.ranks if r != transport.ranks[transport.member]]
-        raise ValueError(f"{name} is {rank!r}, but the other ranks of the group are {others}")
-    return transport.ranks.index(rank)
+def _member_number(transport: Transport, rank: int, name: str) -> int:
+    others = {transport.ranks[i]: i for i in transport.others}
+    if rank not in others:
+        raise ValueError(f"{name} is {rank!r}, but the other ranks of the group are {[*others]}")
+    return others[rank]
+
+
+class Sender:
+    """A daemon thread that makes calls one after the other: sending goes on beside backward.
+
+    ``concurrent.futures.ThreadPoolExecutor(1)`` does the same, but a process that ends waits for
+    its threads: a rank that has failed would stay until its last message is taken, and be missed by
+    nobody. Notebook 05 shows the idea with an executor.
+    """
+
+    def __init__(self):
+        self._calls = SimpleQueue()
+        Thread(target=_make, args=(self._calls,), name="communication", daemon=True).start()
+
+    def submit(self, function: Callable, *args: Any) -> Future:
+        """Put a call at the end of the queue; return the future of its result."""
+        future = Future()
+        self._calls.put((future, function, args))
+        return future
+
+    def stop(self) -> None:
+        """Let the thread end after the calls that are in the queue."""
+        self._calls.put(None)
+
+
+def _make(calls: SimpleQueue) -> None:
+    while call := calls.get():
+        future, function, args = call
+        if future.set_running_or_notify_cancel():  # False: it was cancelled while it waited
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+        del call, future, function, args  # or what they hold would live until the next call

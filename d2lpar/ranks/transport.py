@@ -1,33 +1,29 @@
 """How a message travels between ranks: here by torch.distributed's send and receive.
 
 A schedule says *what* moves, a transport *how*; NCCL uses the same word. A transport does two
-things for a rank: ``exchange`` makes all the moves of one step, and ``tell`` gives every other rank
-a short note and returns theirs. ``Messages`` works in every process group, on any number of
-machines; ``lanes`` has another one, for ranks that share a memory. Notebook 05 measures both.
+things for a rank: ``exchange`` makes all moves of one step, and ``tell`` gives every other rank a
+short note and returns theirs. ``Messages`` works in every process group, on any number of machines.
+``lanes`` has another transport, for ranks that share memory. Notebook 05 measures both.
 """
 
 import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import chain
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..devices import record_message
 
-# Over messages a chunk travels in pieces, and one is reduced while others come. Pieces of 512 kB
-# were as good between two ranks of one machine, and 6 % slower between four.
-PIECE_BYTES = 2**21
-ALIGNMENT = 64  # bytes: a message may begin at any multiple of it, whatever its dtype
 BOTH = ("send", "receive")  # directions of a collective
+DATA, NOTES, END = range(3)  # tags: what is sent under one is never received under another
 NUM_TAGS = 3
-DATA, NOTES, END = range(NUM_TAGS)  # tags: what is sent under one is never received under another
 
 take = torch.Tensor.copy_  # what a receiver does with a message that it does not reduce
 
@@ -40,8 +36,16 @@ class PeerError(RuntimeError):
         self.ranks = tuple(ranks)
 
 
+class MismatchError(RuntimeError):
+    """The ranks were about to do different things.
+
+    If that was a collective, nobody has read a message, and the group is usable. For what
+    ``receive`` finds, see there.
+    """
+
+
 class BusyError(RuntimeError):
-    """Two threads of a rank called one group at the same time. It is of no more use."""
+    """Two threads of a rank called one group at the same time. The group is of no more use."""
 
 
 class Send(NamedTuple):
@@ -62,10 +66,8 @@ class Receive(NamedTuple):
 class Transport:
     """What all transports share: who the members are, and what ends the use of a group.
 
-    Members of a group are numbered from 0; ``ranks[member]`` is a member's rank in the world, by
-    which errors name it. A collective is a ``call`` that agrees first and then makes its moves.
-    What it tells and exchanges it does inside a ``guard``: where that fails, nobody knows which
-    messages are still under way. ``broken`` then holds what happened, and every later call says so.
+    Members of a group are numbered from 0. ``ranks[member]`` is a member's rank in the world, by
+    which errors name it. ``broken`` says what happened once this rank has given the group up.
     """
 
     device = torch.device("cpu")  # where notes must lie
@@ -74,34 +76,55 @@ class Transport:
         self.member, self.ranks = member, tuple(ranks)
         self.others = [i for i in range(len(ranks)) if i != member]
         self.broken = ""
-        self.under_way: dict[str, _Call] = {}  # direction -> call
-        self.refusal = ""  # what a thread was told that called while another one's was under way
+        self.under_way: dict[str, tuple] = {}  # direction: (call, thread)
+        self.refusal = ""  # what a second thread was told that called at the same time
 
     def home(self, tensor: torch.Tensor) -> torch.device:
         """Return where a message of the elements of ``tensor`` must lie."""
         return self.device
 
-    def call(self, words: str, *directions: str) -> "_Call":
-        """Make one call (``with``), described by ``words``, while no other thread makes one.
+    @contextmanager
+    def call(self, words: str, *directions: str) -> Iterator[None]:
+        """Make one call, described by ``words``, while no other thread of this rank makes one.
 
-        Two at once would take each other's messages. To let the second one wait would not help: on
-        another rank it may be the first. So the second one is refused, and the first one fails too,
-        as it may have met a rank's second. A thread may send while another one receives:
-        ``directions`` are then one of "send" and "receive", else both.
+        Two calls at once would take each other's messages. Letting the second one wait would not
+        help: on another rank it may be the first. So the second one is refused. The first one
+        fails too, since it may have met another rank's second. One thread may send while another
+        one receives: ``directions`` is then "send" or "receive".
+
+        An error ends the use of the group, unless it is about arguments or plans: nobody would know
+        which messages are under way.
 
         Raises:
             BusyError: naming both threads and what they call.
+            PeerError: this rank has given the group up, or it can be seen that another one has.
         """
-        return _Call(self, words, directions or BOTH)
-
-    def guard(self) -> "_Guard":
-        """Do (``with``) what others rely on: after an error in it this rank gives the group up."""
-        return _Guard(self)
-
-    def check_use(self) -> None:
-        """Raise PeerError if this rank has given the group up."""
         if self.broken:
             raise PeerError(f"the group is of no more use since an earlier call: {self.broken}")
+        this, entered = (words, threading.current_thread().name), []
+        try:
+            for direction in directions or BOTH:
+                first = self.under_way.setdefault(direction, this)  # looks and enters in one
+                if first is not this:
+                    self.refusal = (
+                        f"thread {this[1]!r} called {words} while {first[0]} of thread "
+                        f"{first[1]!r} was under way: give each thread a group of its own"
+                    )
+                    raise BusyError(self.refusal)
+                entered.append(direction)
+            yield
+        except (ValueError, TypeError, MismatchError):
+            raise
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        finally:
+            for direction in entered:
+                del self.under_way[direction]
+            if self.refusal:
+                raise BusyError(self.refusal) from None
+        if not directions:
+            self.look()
 
     def look(self) -> None:
         """Raise PeerError where it can be seen that another rank has given up."""
@@ -112,12 +135,11 @@ class Transport:
             self.broken = f"{type(error).__name__}: {error}"
             self._announce(error)
 
-    def tell(self, note: bytes, timeout: float, ahead: Sequence[Send] | None = None) -> list[bytes]:
+    def tell(self, note: bytes, timeout: float, ahead: Sequence[Send] = ()) -> list[bytes]:
         """Give ``note`` to all other members; return everyone's, in order: all of one length.
 
         Nobody returns before all have called, so this is a barrier too. ``ahead`` is what this rank
-        sends in the exchange that comes next, an empty list if it only receives: a transport may
-        take some of it along. None: no exchange comes next.
+        sends in the exchange that comes next: a transport may take some of it along.
 
         Raises:
             PeerError: naming all who did not call within ``timeout`` seconds, or are gone.
@@ -127,8 +149,8 @@ class Transport:
     def exchange(self, sends: list[Send], receives: list[Receive], timeout: float) -> None:
         """Make the moves of one step; return when the parts are written and the messages sent.
 
-        Where a message lies that is sent in the same step, nothing may be received but another one
-        of the same length from the same member, to be reduced: an exchange of the two.
+        Nothing may be received where a message lies that is sent in the same step. The exception is
+        an exchange: two members send each other parts of one length, and both reduce.
 
         Raises:
             PeerError: naming the rank that did not do its part within ``timeout`` seconds.
@@ -138,81 +160,32 @@ class Transport:
         self._exchange(sends, receives, time.monotonic() + timeout)
 
 
-class _Guard:
-    """See ``Transport.guard``."""
-
-    def __init__(self, transport: Transport):
-        self.transport = transport
-
-    def __enter__(self) -> None:
-        self.transport.check_use()
-
-    def __exit__(self, kind, error: BaseException | None, trace) -> None:
-        if error is not None:
-            self.transport.give_up(error)
-
-
-class _Call:
-    """See ``Transport.call``."""
-
-    def __init__(self, transport: Transport, words: str, directions: Sequence[str]):
-        self.transport, self.words, self.directions = transport, words, directions
-        self.thread = threading.get_ident()
-
-    def __enter__(self) -> None:
-        self.transport.check_use()
-        under_way = self.transport.under_way
-        for n, direction in enumerate(self.directions):
-            first = under_way.setdefault(direction, self)  # looks and enters in one
-            if first is not self:
-                for entered in self.directions[:n]:
-                    del under_way[entered]
-                self._refuse(first)
-
-    def __exit__(self, kind, error: BaseException | None, trace) -> None:
-        transport = self.transport
-        for direction in self.directions:
-            del transport.under_way[direction]
-        if transport.refusal:
-            raise BusyError(transport.refusal)
-        if error is None and self.directions is BOTH:
-            transport.look()
-
-    def _refuse(self, first: "_Call") -> NoReturn:
-        names = {thread.ident: repr(thread.name) for thread in threading.enumerate()}
-        self.transport.refusal = (
-            f"thread {names.get(self.thread)} called {self.words} while {first.words} of thread "
-            f"{names.get(first.thread)} was under way: give each thread a group of its own"
-        )
-        error = BusyError(self.transport.refusal)
-        self.transport.give_up(error)
-        raise error
-
-
 Work = tuple[list[int], dist.Work]  # what is under way, and the ranks that it is about
 
 
 class Messages(Transport):
-    """torch.distributed's point-to-point messages, in the CPU's memory: over gloo, as a rule.
+    """torch.distributed's point-to-point messages in the CPU's memory: over gloo, as a rule.
 
-    Each one is started and waited for alone, so that a failure names its rank.
+    Each one is waited for alone, so that a failure names its rank. Messages of different lines do
+    not meet, but share the connections of the group's own transport.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, line: int = 0, groups_own: Transport | None = None
-    ):
+    # A chunk travels in pieces, so that one is reduced while others come. Pieces of 512 kB were as
+    # good between two ranks of one machine, and 6 % slower between four.
+    piece_bytes = 2**21
+
+    def __init__(self, group: dist.ProcessGroup, line: int = 0, own: Transport | None = None):
         super().__init__(dist.get_rank(group), dist.get_process_group_ranks(group))
         self._group = weakref.ref(group)  # what is kept for a group must not keep it
-        self.line = line  # messages of different lines do not meet
-        self.groups_own = groups_own  # the transport whose connections a further line shares
-        self.staging = torch.empty(0, dtype=torch.uint8)
+        self.line, self.own = line, own
+        self.landings: dict[tuple, torch.Tensor] = {}  # memory for what is to be reduced
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group, which someone else must keep."""
         return self._group()
 
-    def _tell(self, note: bytes, deadline: float, ahead: Sequence[Send] | None) -> list[bytes]:
+    def _tell(self, note: bytes, deadline: float, ahead: Sequence[Send]) -> list[bytes]:
         mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(self.device)
         theirs = mine.repeat(len(self.ranks), 1)
         moves = [(dist.isend, mine, i) for i in self.others]
@@ -223,42 +196,41 @@ class Messages(Transport):
         return [row.numpy().tobytes() for row in theirs.cpu()]
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
-        leaving = defaultdict(list)  # by address: a place is sent before it is reduced into
-        for dst, message in sends:
-            for piece in pieces_of(message, PIECE_BYTES):
-                leaving[piece.data_ptr()] += self._post([(dist.isend, piece, dst)])
-        arriving = []  # in pieces, so that one is reduced while the next is on its way
-        for (src, part, into), landing in zip(receives, self._landings(receives), strict=True):
-            places, pieces = pieces_of(part, PIECE_BYTES), pieces_of(landing, PIECE_BYTES)
-            for place, piece in zip(places, pieces, strict=True):
-                arriving.append((self._post([(dist.irecv, piece, src)]), piece, place, into))
-        for works, piece, place, into in arriving:
-            self._wait(works, deadline)
+        moves = [
+            (dist.isend, piece, dst)
+            for dst, message in sends
+            for piece in pieces_of(message, self.piece_bytes)
+        ]
+        num_sent, landings = len(moves), []
+        for i, (src, part, into) in enumerate(receives):
+            beside = part if into is take else self._beside(i, part)
+            places, pieces = pieces_of(part, self.piece_bytes), pieces_of(beside, self.piece_bytes)
+            moves += [(dist.irecv, piece, src) for piece in pieces]
+            landings += [(piece, into, place) for piece, place in zip(pieces, places, strict=True)]
+        works = self._post(moves)
+        sending = defaultdict(list)  # the address of a piece: its works
+        for (_, piece, _), work in zip(moves, works[:num_sent], strict=False):
+            sending[piece.data_ptr()].append(work)
+        for work, (piece, into, place) in zip(works[num_sent:], landings, strict=True):
+            self._wait([work], deadline)
             if into is not take:
-                self._wait(leaving.pop(place.data_ptr(), []), deadline)
+                self._wait(sending.pop(place.data_ptr(), []), deadline)  # sent before it changes
                 into(place, piece)
-        self._wait(list(chain(*leaving.values())), deadline)
+        self._wait(list(chain(*sending.values())), deadline)
 
-    def _landings(self, receives: list[Receive]) -> list[torch.Tensor]:
-        """Return where each message arrives: in its place, or beside it if it is to be reduced.
+    def _beside(self, i: int, part: torch.Tensor) -> torch.Tensor:
+        """Return where the i-th message of a step arrives that is to be reduced into ``part``.
 
-        The memory beside is kept: new pages would cost as much as the reduction.
+        The memory is kept: new pages would cost as much as the reduction.
         """
-        reduced = [part for _, part, into in receives if into is not take]
-        nbytes = sum(_aligned(part.nbytes) for part in reduced)
-        if reduced and (nbytes > self.staging.nbytes or self.staging.device != reduced[0].device):
-            self.staging = torch.empty(nbytes, dtype=torch.uint8, device=reduced[0].device)
-        landings, offset = [], 0
-        for _, part, into in receives:
-            if into is take:
-                landings.append(part)
-            else:
-                landings.append(self.staging[offset : offset + part.nbytes].view(part.dtype))
-                offset += _aligned(part.nbytes)
-        return landings
+        memory = self.landings.get((i, part.device))
+        if memory is None or memory.nbytes < part.nbytes:
+            memory = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)
+            self.landings[i, part.device] = memory
+        return memory[: part.nbytes].view(part.dtype)
 
     def _post(self, moves: list[tuple[Callable, torch.Tensor, int]], tag: int = DATA) -> list[Work]:
-        """Start to send (``dist.isend``) or receive each tensor, to or from a member."""
+        """Start to send (``dist.isend``) or receive each tensor, to or from a member: in order."""
         tag += NUM_TAGS * self.line
         works = []
         for kind, tensor, peer in moves:
@@ -288,21 +260,8 @@ class Messages(Transport):
         for i in self.others:
             with suppress(RuntimeError):  # it is closed already, or not gloo's
                 self._wait(self._post([(dist.irecv, torch.empty(1), i)], END), deadline=0)
-        if isinstance(self.groups_own, Messages):
-            self.groups_own.broken = self.groups_own.broken or self.broken
-
-
-def group_like(group: dist.ProcessGroup | None, backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new process group of the same ranks: its messages have an order of their own.
-
-    Called by all of them. ``backend``: of its messages; None: that of ``group``.
-    """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    # Only for the members of a group, torch finds its name by counting the groups of each: with all
-    # ranks it need not.
-    only_members = len(ranks) < dist.get_world_size()
-    backend = backend or dist.get_backend(group)
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=only_members)
+        if isinstance(self.own, Messages):
+            self.own.broken = self.own.broken or self.broken
 
 
 def _gone(ranks: list[int], reason: Exception) -> PeerError:
@@ -322,7 +281,3 @@ def pieces_of(tensor: torch.Tensor, nbytes: int) -> Sequence[torch.Tensor]:
     if tensor.nbytes <= nbytes:
         return (tensor,) if tensor.numel() else ()
     return tensor.split(nbytes // tensor.element_size())
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -9,27 +9,29 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import LIMIT, SOON, attempt, take
 
 from d2lpar import ranks
 from d2lpar.ranks import members
 from d2lpar.ranks.lanes import CHANNELS, Lanes
 from d2lpar.ranks.launcher import RankError, launch
-from d2lpar.ranks.members import destroy, line_of
-from d2lpar.ranks.transport import Messages, group_like
-
-LIMIT = 60  # seconds, for what takes less than one
+from d2lpar.ranks.members import destroy, group_like, line_of
+from d2lpar.ranks.transport import Messages
 
 
-def has_lanes(group):
-    return isinstance(ranks.member_of(group, None)[0].transport, Lanes)
+def channel_of(group):
+    """The channel of a group's lanes; None where it sends messages."""
+    ranks.barrier(group)  # now it is known
+    return getattr(ranks.member_of(group, None)[0].transport, "channel", None)
 
 
 def test_destroyed_group_is_not_kept():
     def use(rank, world_size):
         alive = []
-        for way in (ranks.barrier, ranks.use_messages):
+        for way in ("lanes", "messages"):
             group = dist.new_group()
-            way(group)
+            ranks.barrier(group)
+            take(way, group)
             ranks.barrier(group)
             alive.append(weakref.ref(group))
             dist.destroy_process_group(group)
@@ -50,91 +52,66 @@ def test_channel_of_a_group_that_is_gone_is_used_again():
             tensor = torch.full((100_000,), float(rank + i))
             ranks.allreduce(tensor, group=group)
             sums.append(tensor.unique().tolist() == [2.0 * i + 1])
-            found.append(has_lanes(group))
+            found.append(channel_of(group))
             dist.destroy_process_group(group)
             del group
             ranks.barrier()
-        return found, sums
+        return None not in found and all(sums)
 
-    for found, sums in launch(use, 2, timeout=LIMIT):
-        assert all(found) and all(sums)
+    assert launch(use, 2, timeout=LIMIT) == [True, True]
 
 
-def test_channel_in_which_a_message_was_left_is_not_used_again():
+@pytest.mark.parametrize("left", ["a message", "a note", "doubt"])
+def test_channel_in_which_something_may_be_left_is_not_used_again(left):
     def use(rank, world_size):
         group = dist.new_group()
-        ranks.barrier(group)
-        if rank == 0:  # nobody takes it, and without a check nobody misses it
-            ranks.broadcast(torch.ones(3), src=0, group=group, check=False)
-        channel = ranks.member_of(group, None)[0].channel
+        channel = channel_of(group)
+        if rank == 0 and left == "a message":  # nobody takes it, and unchecked nobody misses it
+            ranks.broadcast(torch.ones(3), 0, group, check=False)
+        elif rank == 0 and left == "a note":
+            assert attempt(ranks.barrier, group, timeout=0.3)[0] == "PeerError"
+        elif rank == 0:  # it has waited in vain, and knows not what for
+            late = attempt(ranks.broadcast, torch.ones(1), 1, group, check=False, timeout=0.3)
+            assert late[0] == "PeerError"
+        dist.barrier()
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        ranks.barrier()
-        found = []
-        groups = [dist.new_group() for _ in range(CHANNELS)]
-        for group in groups:
-            ranks.barrier(group)
-            member = ranks.member_of(group, None)[0]
-            found.append(member.channel if has_lanes(group) else None)
-        return channel in found, found.count(None)
+        others = [dist.new_group() for _ in range(CHANNELS)]
+        found = [channel_of(other) for other in others]
+        return channel is not None and channel not in found, found.count(None)
 
-    assert launch(use, 2, timeout=LIMIT) == [(False, 2)] * 2
+    assert launch(use, 2, timeout=LIMIT) == [(True, 2)] * 2
 
 
-def test_channel_of_a_broken_group_is_not_used_again():
-    def use(rank, world_size):
-        group = dist.new_group()
-        ranks.barrier(group)
-        channel = ranks.member_of(group, None)[0].channel
-        if rank == 0:
-            with pytest.raises(ranks.PeerError):
-                ranks.barrier(group, timeout=0.1)
-        ranks.barrier()
-        dist.destroy_process_group(group)
-        del group
-        gc.collect()
-        other = dist.new_group()
-        ranks.barrier(other)
-        return ranks.member_of(other, None)[0].channel != channel
-
-    assert launch(use, 2, timeout=LIMIT) == [True] * 2
-
-
-@pytest.mark.parametrize("way", ["lanes", "messages"])
-def test_line_has_an_order_of_its_own(way):
+def test_lines_have_an_order_of_their_own_and_give_their_channels_back():
     def check(rank, world_size):
-        if way == "messages":
-            ranks.use_messages()
-        places = [line_of(None), line_of(None), None]
-        sums = [torch.full((5,), 10.0**i + rank) for i in range(3)]
-        with ThreadPoolExecutor(3) as executor:  # on rank 1 they begin the other way round
-            order = [0, 1, 2] if rank == 0 else [2, 1, 0]
-            calls = [executor.submit(ranks.allreduce, sums[i], group=places[i]) for i in order]
-            for call in calls:
-                call.result()
-        kind = {type(place.transport) for place in places[:2]}
-        return [tensor.tolist() for tensor in sums], kind
-
-    expected = [[2 * 10.0**i + 1] * 5 for i in range(3)]
-    kind = {Lanes} if way == "lanes" else {Messages}
-    assert launch(check, 2, timeout=LIMIT) == [(expected, kind)] * 2
-
-
-def test_line_gives_its_channel_back():
-    def use(rank, world_size):
         kinds = []
         for _ in range(2 * CHANNELS):
             line = line_of(None)
             ranks.barrier(line)
             kinds.append(type(line.transport))
             del line
-        return set(kinds)
+        assert set(kinds) == {Lanes}
+        for way in ("lanes", "messages"):
+            take(way)
+            places = [line_of(None), line_of(None), None]
+            sums = [torch.full((5,), 10.0**i + rank) for i in range(3)]
+            with ThreadPoolExecutor(3) as executor:  # on rank 1 they begin the other way round
+                order = [0, 1, 2] if rank == 0 else [2, 1, 0]
+                calls = [executor.submit(ranks.allreduce, sums[i], group=places[i]) for i in order]
+                for call in calls:
+                    call.result()
+            assert [t.tolist() for t in sums] == [[2 * 10.0**i + 1] * 5 for i in range(3)]
+            kind = Lanes if way == "lanes" else Messages
+            assert {type(place.transport) for place in places[:2]} == {kind}
+        ranks.use_messages()  # told again: lines go on to have numbers of their own
+        assert line_of(None).transport.line == places[1].transport.line + 1
 
-    assert launch(use, 3, timeout=LIMIT) == [{Lanes}] * 3
+    launch(check, 2, timeout=LIMIT)
 
 
-def test_lines_beyond_the_channels_send_messages():
+def test_lines_and_groups_beyond_the_channels_send_messages():
     def use(rank, world_size):
         lines = [line_of(None) for _ in range(CHANNELS + 1)]
         sums = []
@@ -147,22 +124,12 @@ def test_lines_beyond_the_channels_send_messages():
     assert launch(use, 2, timeout=LIMIT) == [([1, 3, 5, 7, 9], CHANNELS - 1)] * 2
 
 
-def test_line_keeps_its_number_when_the_group_is_told_again_to_send_messages():
-    def use(rank, world_size):
-        ranks.use_messages()
-        first = line_of(None)
-        ranks.use_messages()
-        return first.transport.line, line_of(None).transport.line
-
-    assert launch(use, 2, timeout=LIMIT) == [(1, 2)] * 2
-
-
 def test_group_whose_connections_a_failed_line_has_closed_says_so():
     def use(rank, world_size):
         ranks.use_messages()
         line = line_of(None)
         try:
-            with line.transport.guard():
+            with line.transport.call("a test"):
                 raise ArithmeticError("on this line")
         except ArithmeticError:
             ranks.barrier()
@@ -206,20 +173,43 @@ def test_groups_of_our_own_are_destroyed_where_that_is_safe():
 
 def test_two_threads_that_begin_a_group_have_one_transport():
     def check(rank, k):
-        group, find, found, searches = dist.new_group(), members._with_lanes, [], []
+        group, find, found, searches = dist.new_group(), members._find_lanes, [], []
 
         def slow(*args):
             searches.append(args)
             time.sleep(0.3)
             return find(*args)
 
-        members._with_lanes = slow
+        members._find_lanes = slow
         calls = [lambda: found.append(members.member_of(group, 30)[0].transport)] * 2
         threads = [threading.Thread(target=call) for call in calls]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return len(searches), found[0] is found[1], type(found[0]).__name__
+        return len(searches), found[0] is found[1], type(found[0])
 
-    assert launch(check, 2) == [(1, True, "Lanes")] * 2
+    assert launch(check, 2, timeout=LIMIT) == [(1, True, Lanes)] * 2
+
+
+def test_the_timeout_holds_for_the_first_call_in_a_group():
+    def check(rank, k):
+        group = dist.new_group()
+        return attempt(ranks.barrier, group, timeout=0.3) if rank else None
+
+    _, (kind, _, named, seconds) = launch(check, 2, timeout=LIMIT)
+    assert (kind, named) == ("PeerError", (0,))
+    assert seconds < SOON
+
+
+def test_messages_have_the_timeout_that_they_are_given():
+    def check(rank, k):
+        ranks.use_messages(timeout=0.3)
+        if rank == 1:
+            return None
+        group = dist.new_group([0])
+        ranks.barrier(group)
+        outcome = attempt(ranks.barrier)
+        return outcome[0], outcome[-1] < SOON, ranks.member_of(group, None)[1]
+
+    assert launch(check, 2, timeout=LIMIT)[0] == ("PeerError", True, 0.3)

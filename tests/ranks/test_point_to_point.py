@@ -1,39 +1,39 @@
 """One tensor from rank to rank: what arrives is what was sent, or an error says why not."""
 
+import gc
+import subprocess
+import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import LIMIT, SOON, attempt, both_ways, take
 
 from d2lpar import count_bytes, ranks
 from d2lpar.ranks.launcher import launch
-from d2lpar.ranks.point_to_point import DTYPES, HEADER, receive, send
+from d2lpar.ranks.point_to_point import HEADER, Sender, receive, send
 from d2lpar.ranks.transport import Send
 
-SOON = 8.0  # seconds, for what takes milliseconds on a machine that is not busy
-LIMIT = 30
-
-both = pytest.mark.parametrize("way", ["lanes", "messages"])
-
-
-def go(way):
-    if way == "messages":
-        ranks.use_messages()
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+OTHERS = (torch.complex64, torch.complex128, torch.uint8, torch.int16, torch.int64, torch.bool)
 
 
 def values(shape, dtype=torch.float32):
     numbers = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape)
     if dtype == torch.bool:
         return numbers % 3 == 0
-    return (numbers % 99).to(dtype) * (1 + 2j if dtype.is_complex else 1)
+    if dtype.is_complex:
+        return (numbers * (1 + 2j)).to(dtype)
+    return (numbers % 99).to(dtype)
 
 
 def tensors():
     square, image = values((4, 4)), values((2, 3, 4, 5))
     waves = values((3, 2), torch.complex64)
-    found = [values((3, 5), dtype) for dtype in DTYPES]
+    found = [values((3, 5), dtype) for dtype in FLOATS + OTHERS]
     found += [values(()), values((), torch.bool), values((0,)), values((2, 0, 3)), values((1,))]
     found += [values((1, 2, 1, 3, 1, 2, 2, 2)), values((7,) + (1,) * 7, torch.int16)]
     found += [square.T, square[:, 1], square[::2, 1::2], image.permute(3, 1, 0, 2)]
@@ -43,187 +43,132 @@ def tensors():
     return found
 
 
-def attempt(call, *args, **kwargs):
-    """What an error is, says and names, and how long it took; "ok" without one."""
-    begin = time.monotonic()
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        seconds = time.monotonic() - begin
-        return type(error).__name__, str(error), getattr(error, "ranks", ()), seconds
-    return "ok", "", (), time.monotonic() - begin
-
-
-@both
+@both_ways
 def test_what_arrives_is_what_was_sent(way):
     def talk(rank, k):
-        go(way)
-        complaints = []
+        take(way)
         for i, tensor in enumerate(tensors()):
             if rank == i % 2:
                 before = tensor.clone()
                 send(tensor, 1 - rank, f"tensor {i}")
-                same = torch.equal(tensor, before)
+                got = tensor
             else:
-                got = receive(1 - rank, f"tensor {i}")
-                same = torch.equal(got, tensor) and got.shape == tensor.shape
-                same = same and got.dtype == tensor.dtype and not got.requires_grad
-            if not same:
-                complaints.append((i, tensor.dtype, tensor.shape))
-        return complaints
+                got, before = receive(1 - rank, f"tensor {i}"), tensor
+            assert (got.dtype, got.shape, got.requires_grad) == (before.dtype, before.shape, False)
+            assert torch.equal(got.to(torch.complex128), before.to(torch.complex128)), i
 
-    assert launch(talk, 2, timeout=LIMIT) == [[], []]
+    launch(talk, 2, timeout=LIMIT)
 
 
-@both
-def test_whether_a_gradient_is_wanted_and_where_the_tensor_is_to_lie(way):
+@both_ways
+def test_gradients_devices_labels_and_order(way):
     def talk(rank, k):
-        go(way)
+        take(way)
         if rank == 0:
-            param = torch.ones(2, requires_grad=True)
+            param, message = torch.ones(2, requires_grad=True), torch.zeros(3)
             send(param.detach(), 1, wants_gradient=True)
             with torch.no_grad():
                 send(param, 1)
             send(torch.ones(2, 3), 1)
-            return None
-        wants, not_told, elsewhere = receive(0), receive(0), receive(0, device="meta")
-        (wants * 2).sum().backward()
-        return wants.is_leaf, wants.grad.tolist(), not_told.requires_grad, str(elsewhere.device)
-
-    assert launch(talk, 2, timeout=LIMIT)[1] == (True, [2, 2], False, "meta")
-
-
-@both
-def test_messages_come_in_order_and_may_be_written_to_after_they_were_sent(way):
-    def talk(rank, k):
-        go(way)
-        if rank == 1:
-            time.sleep(0.1)
-            return [receive(0, str(i)).tolist() for i in range(5)]
-        message = torch.zeros(3)
-        for i in range(5):
-            send(message, 1, str(i))
-            message += 1
-
-    assert launch(talk, 2, timeout=LIMIT)[1] == [[i] * 3 for i in range(5)]
-
-
-@both
-def test_another_label_is_an_error_that_names_both_and_the_next_message_comes(way):
-    def talk(rank, k):
-        go(way)
-        if rank == 0:
+            for i in range(5):
+                send(message, 1, str(i))
+                message += 1  # it may be written to after it was sent
             send(torch.ones(3), 1, "gradient 41")
             send(torch.ones(2), 1, "é" * 16)
             return None
-        return attempt(receive, 0, "gradient 4"), receive(0, "é" * 16).tolist()
+        wants, not_told, elsewhere = receive(0), receive(0), receive(0, device="meta")
+        (wants * 2).sum().backward()
+        assert wants.is_leaf and wants.grad.tolist() == [2, 2] and not not_told.requires_grad
+        assert elsewhere.is_meta
+        time.sleep(0.1)
+        assert [receive(0, str(i)).tolist() for i in range(5)] == [[i] * 3 for i in range(5)]
+        return attempt(receive, 0, "gradient 4")[:2], receive(0, "é" * 16).tolist()
 
-    (kind, text, _, _), after = launch(talk, 2, timeout=LIMIT)[1]
-    assert kind == "MismatchError" and after == [1, 1]
+    (kind, text), after = launch(talk, 2, timeout=LIMIT)[1]
+    assert kind == "MismatchError" and after == [1, 1]  # the next message comes
     assert "rank 0 has sent 'gradient 41'" in text and "'gradient 4' was expected" in text
 
 
-@both
-def test_a_rank_that_sends_nothing_is_named_in_time(way):
+@both_ways
+@pytest.mark.parametrize("what", ["sends nothing", "takes nothing"])
+def test_a_missing_rank_is_named_in_time(way, what):
     def talk(rank, k):
-        go(way)
-        return attempt(receive, 2, timeout=0.3) if rank == 0 else None
+        take(way)
+        if rank:
+            return None
+        if what == "sends nothing":
+            return attempt(receive, 2, timeout=0.3)
+        return attempt(send, torch.ones(1_250_000), 2, timeout=0.3)
 
     kind, text, named, seconds = launch(talk, 3, timeout=LIMIT)[0]
     assert kind == "PeerError" and named == (2,) and "rank 2" in text
     assert 0.2 < seconds < SOON
 
 
-@both
-def test_a_rank_that_takes_nothing_is_named_in_time(way):
-    def talk(rank, k):
-        go(way)
-        return attempt(send, torch.ones(1_250_000), 2, timeout=0.3) if rank == 0 else None
-
-    kind, text, named, seconds = launch(talk, 3, timeout=LIMIT)[0]
-    assert kind == "PeerError" and named == (2,) and "rank 2" in text
-    assert 0.2 < seconds < SOON
-
-
-def refused_by_send():
-    ones = torch.ones(2)
-    return [
-        ((ones, 0), "ValueError", "dst is 0, but the other ranks of the group are [1]"),
-        ((ones, 2), "ValueError", "dst is 2, but the other ranks"),
-        ((ones, -1), "ValueError", "dst is -1, but the other ranks"),
-        ((torch.ones((1,) * 9), 1), "ValueError", "[1, 1, 1, 1, 1, 1, 1, 1, 1]"),
-        ((ones, 1, "x" * 33), "ValueError", "x" * 33),
-        ((ones, 1, "é" * 17), "ValueError", "a label of 32 bytes"),
-        ((ones.to(torch.float8_e4m3fn), 1), "ValueError", "torch.float8_e4m3fn of shape [2]"),
-        ((ones.clone().requires_grad_(), 1), "ValueError", "requires gradients"),
-        (([1.0], 1), "TypeError", "list, not a tensor"),
-        ((ones, 1, "", None, 0), "ValueError", "timeout must be a positive number"),
-    ]
+ONES = torch.ones(2)
+REFUSED = [  # arguments of send, error, words
+    ((ONES, 0), "ValueError", "dst is 0, but the other ranks of the group are [1]"),
+    ((ONES, 2), "ValueError", "dst is 2, but the other ranks"),
+    ((ONES, -1), "ValueError", "dst is -1, but the other ranks"),
+    ((torch.ones((1,) * 9), 1), "ValueError", "[1, 1, 1, 1, 1, 1, 1, 1, 1]"),
+    ((ONES, 1, "x" * 33), "ValueError", "x" * 33),
+    ((ONES, 1, "é" * 17), "ValueError", "a label of 32 bytes"),
+    ((ONES.clone().requires_grad_(), 1), "ValueError", "requires gradients"),
+    (([1.0], 1), "TypeError", "list, not a tensor"),
+    ((ONES, 1, "", None, 0), "ValueError", "timeout must be a positive number"),
+]
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_is_sent():
     def talk(rank, k):
-        if rank == 1:
-            kind, text, *_ = attempt(receive, 0, "", "no_such_kind")
-            assert kind == "ValueError" and "there is no device 'no_such_kind'" in text
-            return [attempt(receive, src) for src in (1, 2, -1)], receive(0, "x" * 32).tolist()
-        errors = [attempt(send, *arguments) for arguments, *_ in refused_by_send()]
-        send(torch.ones(2), 1, "x" * 32)
-        return errors
+        if rank == 0:
+            errors = [attempt(send, *arguments) for arguments, *_ in REFUSED]
+            send(torch.ones(2), 1, "x" * 32)
+            return errors
+        kind, text, *_ = attempt(receive, 0, "", "no_such_kind")
+        assert kind == "ValueError" and "there is no device 'no_such_kind'" in text
+        for src in (1, 2, -1):
+            kind, text, *_ = attempt(receive, src)
+            assert kind == "ValueError" and f"src is {src}, but the other ranks" in text
+        return receive(0, "x" * 32).tolist()
 
-    found, (refused, after) = launch(talk, 2, timeout=LIMIT)
-    for (_, error, words), (kind, text, *_) in zip(refused_by_send(), found, strict=True):
-        assert kind == error and words in text
-    for src, (kind, text, *_) in zip((1, 2, -1), refused, strict=True):
-        assert kind == "ValueError" and f"src is {src}, but the other ranks" in text
+    found, after = launch(talk, 2, timeout=LIMIT)
     assert after == [1, 1]
-
-
-def test_outside_of_ranks_there_is_no_process_group():
+    for (_, error, words), (kind, text, *_) in zip(REFUSED, found, strict=True):
+        assert kind == error and words in text
     for call in (lambda: send(torch.ones(1), 1), lambda: receive(1)):
         with pytest.raises(ValueError, match="there is no process group"):
             call()
 
 
-def test_in_a_group_ranks_and_positions_are_those_of_the_world():
+def test_a_group_has_ranks_of_the_world_and_messages_of_its_own():
     def talk(rank, k):
         group = dist.new_group([1, 3])
         if rank in (0, 2):
             return attempt(send, torch.ones(1), 1, group=group)
         other = 4 - rank
-        refused = attempt(send, torch.ones(1), 0, group=group)
+        refused = attempt(send, torch.ones(1), 0, group=group)[1]
         if rank == 3:
-            return refused, receive(other, "here", group=group).tolist()
+            return refused, receive(1, "here", group=group).tolist(), receive(1, "world").item()
+        send(torch.zeros(1), 3, "world")
         with count_bytes() as ledger:
             send(torch.arange(4.0), other, "here", group)
         return refused, dict(ledger.bytes), dict(ledger.messages)
 
     zero, one, two, three = launch(talk, 4, timeout=LIMIT)
     assert zero[:2] == two[:2] == ("ValueError", "this rank is no member of the group")
-    assert "the other ranks of the group are [3]" in one[0][1]
-    assert "the other ranks of the group are [1]" in three[0][1]
+    assert "the other ranks of the group are [3]" in one[0]
+    assert "the other ranks of the group are [1]" in three[0]
     assert one[1:] == ({(1, 3): HEADER.size + 16}, {(1, 3): 2})
-    assert three[1] == [0, 1, 2, 3]
+    assert three[1:] == ([0, 1, 2, 3], 0)
 
 
-def test_a_group_has_messages_of_its_own():
-    def talk(rank, k):
-        group = dist.new_group()
-        if rank == 0:
-            send(torch.zeros(1), 1, "world")
-            send(torch.ones(1), 1, "group", group)
-            return None
-        return receive(0, "group", group=group).item(), receive(0, "world").item()
-
-    assert launch(talk, 2, timeout=LIMIT)[1] == (1, 0)
-
-
-@both
+@both_ways
 def test_what_was_not_sent_as_a_message_ends_the_use_of_the_group(way):
     nothing = torch.ones(HEADER.size // 4)
 
     def talk(rank, k):
-        go(way)
+        take(way)
         if rank == 0:  # it sends its tensor without a header
             transport = ranks.member_of(None, None)[0].transport
             transport.exchange([Send(1, nothing)], [], LIMIT)
@@ -235,7 +180,7 @@ def test_what_was_not_sent_as_a_message_ends_the_use_of_the_group(way):
     assert later == "PeerError" and f"since an earlier call: MismatchError: {text}" in again
 
 
-@both
+@both_ways
 def test_a_sender_without_memory_for_its_copy_is_missed_at_once(way):
     class NoRoom(torch.Tensor):
         @classmethod
@@ -245,7 +190,7 @@ def test_a_sender_without_memory_for_its_copy_is_missed_at_once(way):
             return super().__torch_function__(function, types, args, kwargs or {})
 
     def talk(rank, k):
-        go(way)
+        take(way)
         if rank == 0:
             return attempt(send, torch.ones(2, 3).as_subclass(NoRoom), 1, timeout=2 * LIMIT)
         return attempt(receive, 0, timeout=2 * LIMIT)
@@ -255,21 +200,25 @@ def test_a_sender_without_memory_for_its_copy_is_missed_at_once(way):
     assert receiver[0] == "PeerError" and receiver[2] == (0,)
 
 
-@both
-def test_two_threads_that_send_at_once_are_refused_and_the_receiver_learns_of_it(way):
+@both_ways
+def test_threads_may_send_and_receive_at_once_but_two_may_not_send(way):
     def talk(rank, k):
-        go(way)
+        take(way)
         ranks.barrier()
-        transport = ranks.member_of(None, None)[0].transport
+        transport, received, outcomes = ranks.member_of(None, None)[0].transport, [], []
+        thread = threading.Thread(target=lambda: received.append(receive(1 - rank)))
+        thread.start()
+        while "receive" not in transport.under_way and not received:
+            time.sleep(0.01)
+        send(torch.zeros(3), 1 - rank)
+        thread.join()
+        assert received[0].tolist() == [0.0] * 3
         if rank == 1:
             time.sleep(0.5)
             return attempt(receive, 0, "large", timeout=2 * LIMIT)
-        large, outcomes = torch.ones(5_000_000), []
-
-        def first():
-            outcomes.append(attempt(send, large, 1, "large", timeout=2 * LIMIT))
-
-        thread = threading.Thread(target=first, name="first")
+        large = torch.ones(5_000_000)
+        arguments = send, large, 1, "large", None, 2 * LIMIT
+        thread = threading.Thread(target=lambda: outcomes.append(attempt(*arguments)))
         thread.start()
         while not transport.under_way:
             time.sleep(0.01)
@@ -278,25 +227,52 @@ def test_two_threads_that_send_at_once_are_refused_and_the_receiver_learns_of_it
         return outcomes
 
     outcomes, received = launch(talk, 2, timeout=LIMIT)
-    for kind, text, *_ in outcomes:
-        assert (
-            kind == "BusyError" and "called send of 'other' to rank 1 while send of 'large'" in text
-        )
+    words = "called send of 'other' to rank 1 while send of 'large'"
+    assert len(outcomes) == 2
+    assert all(kind == "BusyError" and words in text for kind, text, *_ in outcomes)
     assert received[0] == "PeerError" and received[2] == (0,)
 
 
-@both
-def test_a_thread_may_send_while_another_one_receives(way):
-    def talk(rank, k):
-        go(way)
-        ranks.barrier()
-        transport, received = ranks.member_of(None, None)[0].transport, []
-        thread = threading.Thread(target=lambda: received.append(receive(1 - rank)))
-        thread.start()
-        while "receive" not in transport.under_way and not received:
-            time.sleep(0.01)
-        send(torch.zeros(3), 1 - rank)
-        thread.join()
-        return received[0].tolist()
+# The thread that sends.
 
-    assert launch(talk, 2, timeout=LIMIT) == [[0.0] * 3] * 2
+
+def test_calls_are_made_in_order_in_one_other_thread_until_it_is_stopped():
+    sender, go = Sender(), threading.Event()
+    first = sender.submit(go.wait, 5)
+    failed, cancelled = sender.submit(int, "x"), sender.submit(int, "6")
+    threads = [sender.submit(threading.current_thread) for _ in range(3)]
+    order, made = [sender.submit(lambda i=i: made.append(i)) for i in range(50)], []
+    assert cancelled.cancel()
+    last = sender.submit(int, "7")
+    sender.stop()
+    go.set()
+    assert first.result(timeout=5)
+    with pytest.raises(ValueError, match="'x'"):
+        failed.result(timeout=5)
+    [thread] = {future.result(timeout=5) for future in threads}
+    assert thread is not threading.current_thread()
+    thread.join(timeout=5)
+    assert not thread.is_alive() and last.result(timeout=0) == 7
+    assert made == list(range(50)) and all(future.done() for future in order)
+
+
+def test_waiting_thread_holds_nothing():
+    class Thing:
+        def __call__(self):
+            return threading.current_thread()
+
+    sender, thing = Sender(), Thing()
+    sender.submit(thing).result(timeout=5)
+    gone = weakref.ref(thing)
+    del thing
+    limit = time.monotonic() + 5  # for the thread to come back to its queue
+    while gone() and time.monotonic() < limit:
+        gc.collect()
+    assert gone() is None
+    sender.stop()
+
+
+def test_process_ends_although_a_call_does_not():
+    script = "from time import sleep; from d2lpar.ranks import Sender; Sender().submit(sleep, 60)"
+    done = subprocess.run([sys.executable, "-c", script], timeout=40, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")

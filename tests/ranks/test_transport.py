@@ -1,4 +1,4 @@
-"""Messages over torch.distributed: in order, as they were when they were sent, and loud if late."""
+"""Both transports: in order, as it was when it was sent, and loud if late."""
 
 import _thread
 import contextlib
@@ -9,217 +9,170 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import LIMIT, attempt, both_ways, take
 
+from d2lpar import ranks
 from d2lpar.ranks.launcher import launch
-from d2lpar.ranks.transport import (
-    END,
-    NOTES,
-    PIECE_BYTES,
-    BusyError,
-    Messages,
-    PeerError,
-    Receive,
-    Send,
-    Transport,
-    name_ranks,
-    pieces_of,
-    take,
-)
+from d2lpar.ranks.transport import END, NOTES, BusyError, Messages, PeerError, Transport
+from d2lpar.ranks.transport import Receive as From
+from d2lpar.ranks.transport import Send as To
+from d2lpar.ranks.transport import take as keep
 
 add = torch.Tensor.add_
-SIZES = (0, 1, 7, PIECE_BYTES // 4, PIECE_BYTES // 4 + 1, 3 * PIECE_BYTES // 4 + 5)  # of floats
 
 
-def failure(call, *args):
-    begin = time.monotonic()
-    try:
-        call(*args)
-    except Exception as error:
-        return type(error).__name__, str(error), getattr(error, "ranks", ())
-    return "ok", time.monotonic() - begin, ()
+def transport_of(way, group=None):
+    take(way, group)
+    ranks.barrier(group)  # now it has one
+    return ranks.member_of(group, None)[0].transport
 
 
-def test_pieces():
-    for numel in SIZES:
-        for dtype in (torch.uint8, torch.float32, torch.complex128):
-            tensor = torch.arange(numel).to(dtype)
-            pieces = pieces_of(tensor, 4096)
-            assert all(0 < piece.nbytes <= 4096 for piece in pieces)
-            assert sum(piece.numel() for piece in pieces) == numel
-            assert not numel or torch.equal(torch.cat(list(pieces)), tensor)
-            assert all(
-                piece.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-                for piece in pieces
-            )
-    assert name_ranks([3]) == "rank 3" and name_ranks([1, 3]) == "ranks 1, 3"
+def called(transport, function, *args):
+    with transport.call("a test"):
+        return function(*args)
 
 
-@pytest.mark.parametrize("k", [2, 4])
-def test_tell_returns_all_notes_in_order_and_is_a_barrier(k):
+@both_ways
+def test_tell_returns_all_notes_in_order_and_is_a_barrier(way):
     def check(rank, k):
-        transport = Messages(dist.new_group())
-        notes = [transport.tell(b"%d %d" % (rank, i), 30) for i in range(20)]
-        time.sleep(0.2 * (rank == 1))
+        transport = transport_of(way)
+        notes = [transport.tell(b"%d %2d" % (rank, i), 30) for i in range(50)]
+        time.sleep(0.2 * (rank == 2))
         before = time.monotonic()
-        transport.tell(b"x" * 1000, 30)
+        transport.tell(b".", 30)
         return notes, before, time.monotonic()
 
-    results = launch(check, k)
+    results = launch(check, 4, timeout=LIMIT)
     for notes, _, after in results:
-        assert notes == [[b"%d %d" % (r, i) for r in range(k)] for i in range(20)]
+        assert notes == [[b"%d %2d" % (r, i) for r in range(4)] for i in range(50)]
         assert after >= max(before for _, before, _ in results)
 
 
-def test_members_are_not_ranks():
+@both_ways
+def test_messages_of_any_length_arrive_in_order(way):
     def check(rank, k):
-        group = dist.new_group([2, 1])
+        group = dist.new_group([2, 1, 3])
         if rank == 0:
-            return None
-        transport = Messages(group)
-        part = torch.zeros(3)
-        other = 1 - transport.member
-        message = torch.full((3,), float(rank))
-        transport.exchange([Send(other, message)], [Receive(other, part, take)], 30)
-        return transport.member, transport.ranks, transport.others, part.tolist()
-
-    _, one, two = launch(check, 3)
-    assert sorted([one[0], two[0]]) == [0, 1] and one[1] == two[1]
-    assert one[1][one[0]] == 1 and two[1][two[0]] == 2
-    assert one[2] == [two[0]] and (one[3], two[3]) == ([2.0] * 3, [1.0] * 3)
-
-
-def test_several_messages_of_a_pair_arrive_in_order():
-    def check(rank, k):
-        transport = Messages(dist.group.WORLD)
-        complaints = []
-        for into in (take, add):
-            messages = [torch.arange(n) + 100.0 * rank + i for i, n in enumerate(SIZES)]
-            parts = [torch.ones(n) for n in SIZES]
-            sends = [Send(1 - rank, message) for message in messages]
-            receives = [Receive(1 - rank, part, into) for part in parts]
-            transport.exchange(sends, receives, 30)
-            for i, (part, n) in enumerate(zip(parts, SIZES, strict=True)):
-                want = torch.arange(n) + 100.0 * (1 - rank) + i + (into is add)
-                if not torch.equal(part, want):
-                    complaints.append(f"{into}, {n} elements: {part}, not {want}")
+            return []
+        transport, complaints = transport_of(way, group), []
+        me = transport.member
+        assert transport.ranks[me] == rank and 3 * [me] != transport.ranks  # members are no ranks
+        after, before = (me + 1) % 3, (me - 1) % 3
+        for dtype in (torch.bool, torch.complex64):
+            full = transport.piece_bytes // dtype.itemsize
+            sizes = [0, 1, 63, full, full + 1, 2 * full + 5]
+            for into in (keep, add):
+                sent = [(torch.arange(n) * (rank + 3) % 100).to(dtype) for n in sizes]
+                parts = [torch.ones(n, dtype=dtype) for n in sizes]
+                sends = [To(after, message.clone()) for message in sent]
+                transport.exchange(sends, [From(before, part, into) for part in parts], 30)
+                for i, part in enumerate(parts):
+                    number = transport.ranks[before] + 3
+                    want = (torch.arange(sizes[i]) * number % 100).to(dtype)
+                    want = want + torch.ones(1, dtype=dtype) if into is add else want
+                    if not torch.equal(part, want) or not torch.equal(sends[i].message, sent[i]):
+                        complaints.append((dtype, sizes[i], into is add))
         transport.exchange([], [], 30)
-        none = torch.empty(0)
-        transport.exchange([Send(1 - rank, none)], [Receive(1 - rank, none, add)], 30)
         return complaints
 
-    assert launch(check, 2) == [[], []]
+    assert launch(check, 4, timeout=LIMIT) == [[]] * 4
 
 
-@pytest.mark.parametrize("numel", SIZES)
-def test_partners_exchange_what_they_hold(numel):
-    def check(rank, k, numel):
-        transport = Messages(dist.group.WORLD)
-        tensor = torch.arange(float(numel)) * (rank + 1)
-        for i in range(5):  # each rank is sometimes behind
-            time.sleep(0.01 * (i % 2 == rank))
-            sends, receives = [Send(1 - rank, tensor)], [Receive(1 - rank, tensor, add)]
-            transport.exchange(sends, receives, 30)
-        return torch.equal(tensor, torch.arange(float(numel)) * 3 * 2**4)
-
-    assert launch(check, 2, numel) == [True, True]
-
-
-def test_several_sources_are_reduced_in_the_order_of_the_receives():
+@both_ways
+def test_partners_exchange_what_they_hold(way):
     def check(rank, k):
-        transport = Messages(dist.group.WORLD)
-        part = torch.full((3,), 1e8)
-        if rank:  # the order matters: 1e8 + 1 is 1e8
-            time.sleep(0.1 * (rank == 1))
-            transport.exchange([Send(0, torch.tensor([1.0, -1e8, 5.0]) * rank)], [], 30)
-            return None
-        transport.exchange([], [Receive(src, part, add) for src in (1, 2, 3)], 30)
-        return part.tolist()
+        transport, complaints = transport_of(way), []
+        full = transport.piece_bytes // 4
+        for numel in (0, 1, 7, full, full + 1, 3 * full + 5):
+            tensor = torch.arange(float(numel)) * (rank + 1)
+            for i in range(5):  # each rank is sometimes behind
+                time.sleep(0.01 * (i % 2 == rank))
+                transport.exchange([To(1 - rank, tensor)], [From(1 - rank, tensor, add)], 30)
+            if not torch.equal(tensor, torch.arange(float(numel)) * 3 * 2**4):
+                complaints.append(numel)
+        return complaints
 
-    want = torch.full((3,), 1e8)
-    for src in (1, 2, 3):
-        want += torch.tensor([1.0, -1e8, 5.0]) * src
-    assert launch(check, 4)[0] == want.tolist()
+    assert launch(check, 2, timeout=LIMIT) == [[], []]
 
 
+# What fails.
+
+
+@both_ways
 @pytest.mark.parametrize("what", ["tell", "receive", "send"])
-def test_a_failed_call_marks_the_transport_as_broken(what):
-    def check(rank, k, what):
-        transport = Messages(dist.group.WORLD)
+def test_a_failed_call_marks_the_transport_as_broken(way, what):
+    def check(rank, k):
+        transport = transport_of(way)
         if rank == 1:
             return None
-        large = torch.ones(8 * PIECE_BYTES)
-        calls = {
-            "tell": lambda: transport.tell(b"hello", 0.3),
-            "receive": lambda: transport.exchange([], [Receive(1, torch.ones(3), take)], 0.3),
-            "send": lambda: transport.exchange([Send(1, large)], [], 0.3),
-        }
+        arguments = {
+            "tell": (transport.tell, b"hello", 0.3),
+            "receive": (transport.exchange, [], [From(1, torch.ones(3), keep)], 0.3),
+            "send": (transport.exchange, [To(1, torch.ones(2**24))], [], 0.3),
+        }[what]
+        return [attempt(called, transport, *arguments) for _ in range(2)], transport.broken
 
-        def guarded(call):
-            with transport.guard():
-                call()
-
-        def called():
-            with transport.call("another"):
-                pass
-
-        outcomes = [failure(guarded, calls[what])]
-        return [*outcomes, failure(guarded, list), failure(called)], transport.broken
-
-    (first, *later), broken = launch(check, 2, what)[0]
+    (first, later), broken = launch(check, 2, timeout=LIMIT)[0]
     assert first[0] == "PeerError" and first[2] == (1,) and "rank 1" in first[1]
     assert broken == f"PeerError: {first[1]}"
-    for kind, text, _ in later:
-        assert kind == "PeerError" and "of no more use since an earlier call" in text
-        assert first[1] in text
+    assert later[0] == "PeerError" and first[1] in later[1]
+    assert "of no more use since an earlier call" in later[1]
+
+
+def test_what_is_wrong_with_arguments_does_not_end_the_use_of_a_group():
+    transport = Transport(0, [0])
+    for error in (ValueError, TypeError, ranks.MismatchError):
+        with pytest.raises(error), transport.call("a test"):
+            raise error
+    assert not transport.broken
 
 
 def test_a_note_is_not_taken_for_data():
     def check(rank, k):
         transport, part = Messages(dist.group.WORLD), torch.zeros(8)
         if rank == 0:  # its call has failed here, and it goes on with the next one
-            return failure(transport.tell, b"note" * 8, 1.0)[0]
-        return failure(transport.exchange, [], [Receive(0, part, take)], 0.5)[0], part.sum().item()
+            return attempt(transport.tell, b"note" * 8, 1.0)[0]
+        return attempt(transport.exchange, [], [From(0, part, keep)], 0.5)[0], part.sum().item()
 
-    assert launch(check, 2) == ["PeerError", ("PeerError", 0.0)]
+    assert launch(check, 2, timeout=LIMIT) == ["PeerError", ("PeerError", 0.0)]
 
 
-def test_a_rank_that_gives_up_is_named_at_once():
+@both_ways
+def test_a_rank_that_gives_up_is_named_at_once(way):
     def check(rank, k):
-        group = dist.new_group()
-        transport = Messages(group)
-        transport.tell(b"all are there", 30)
+        transport = transport_of(way, group := dist.new_group())
+        dist.barrier()  # else the others may see it before they call
         if rank == 1:
-            try:
-                with transport.guard():
-                    raise MemoryError("no room")
-            except MemoryError:
-                return transport.broken
-        return failure(transport.tell, b"next", 60)
+            with contextlib.suppress(MemoryError), transport.call("a test"):
+                raise MemoryError("no room")
+            return transport.broken, group.size()
+        return attempt(transport.tell, b"next", LIMIT)[:3]
 
-    first, gone, last = launch(check, 3)
-    assert gone == "MemoryError: no room"
-    for kind, text, ranks in (first, last):
-        assert (kind, ranks) == ("PeerError", (1,))
-        assert "rank 1 did not answer in time, is gone or gave up, or waits itself" in text
+    first, gone, last = launch(check, 3, timeout=LIMIT / 2)
+    assert gone == ("MemoryError: no room", 3)
+    words = {
+        "lanes": "rank 1 gave up: its own error says why",
+        "messages": "is gone or gave up, or",
+    }
+    for kind, text, named in (first, last):
+        assert (kind, named) == ("PeerError", (1,)) and words[way] in text
 
 
 def test_a_connection_that_breaks_while_a_note_is_being_sent_is_noticed_at_once():
     def check(rank, k):
-        group = dist.new_group()
-        transport = Messages(group)
-        transport.tell(b"all are there", 30)
+        transport = transport_of("messages", group := dist.new_group())
         note = bytes(2**26)
         if rank == 0:
             wait = transport._wait
             transport._wait = lambda *args: (dist.send(torch.empty(1), 1), wait(*args))
-            return failure(transport.tell, note, 8)
+            return attempt(transport.tell, note, 8)
         landing = torch.empty(len(note), dtype=torch.uint8)
         dist.recv(torch.empty(1), 0)  # rank 0 waits now
         dist.irecv(landing, 0, group, NOTES)  # and its note sets out
         with contextlib.suppress(RuntimeError):  # a wait in vain closes the connection
             dist.irecv(torch.empty(1), 0, group, END).wait(timedelta(milliseconds=1))
 
-    kind, text, named = launch(check, 2)[0]
+    kind, text, named, _ = launch(check, 2, timeout=LIMIT)[0]
     assert (kind, named) == ("PeerError", (1,))
     assert "Timed out" not in text
 
@@ -231,7 +184,7 @@ class Occupied:
     """A transport on which a thread called first has a call under way, until it may ``leave``."""
 
     def __init__(self, *directions):
-        self.transport, self.outcome = Transport(0, [0, 1]), "ok"
+        self.transport = Transport(0, [0, 1])
         self.transport._announce = lambda error: setattr(self, "announced", error)
         self.is_in, self.may_leave = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self.stay, args=directions, name="first")
@@ -239,12 +192,12 @@ class Occupied:
         assert self.is_in.wait(30)
 
     def stay(self, *directions):
-        try:
+        def call():
             with self.transport.call("allreduce of A", *directions):
                 self.is_in.set()
                 assert self.may_leave.wait(30)
-        except BusyError as error:
-            self.outcome = str(error)
+
+        self.outcome = attempt(call)[:2]
 
     def leave(self):
         self.may_leave.set()
@@ -265,45 +218,32 @@ def test_a_second_thread_is_refused_and_the_first_one_learns_of_it(first, second
     with pytest.raises(BusyError, match=words), there.transport.call("allreduce of B", *second):
         pytest.fail("it was let in")
     assert isinstance(there.announced, BusyError)  # the other ranks learn of it, too
-    assert words in there.leave()
+    kind, text = there.leave()
+    assert kind == "BusyError" and words in text
     again = f"of no more use since an earlier call: BusyError: thread {words}"
     with pytest.raises(PeerError, match=again), there.transport.call("allreduce of C"):
         pytest.fail("it was let in")
 
 
-def test_one_thread_may_send_while_another_one_receives():
+def test_one_thread_may_send_while_another_one_receives_and_call_after_it():
     there = Occupied("send")
     with there.transport.call("receive", "receive"):
         pass
-    assert there.leave() == "ok"
-
-
-def test_one_thread_may_call_after_the_other():
-    there = Occupied()
-    assert there.leave() == "ok"
+    assert there.leave() == ("ok", None)
     for _ in range(2):
         with there.transport.call("allreduce of B"):
             pass
 
 
-def test_peer_errors_are_runtime_errors():
-    error = PeerError("ranks 1, 3 did not call", [1, 3])
-    assert isinstance(error, RuntimeError) and error.ranks == (1, 3)
-
-
-def test_thread_that_python_does_not_know_is_refused_too():
+def test_a_thread_that_python_does_not_know_is_refused_too():
     transport, told, done = Transport(0, [0]), [], threading.Event()
     transport._announce = lambda error: None
 
     def second():
-        try:
-            with transport.call("second"):
-                pass
-        except Exception as error:
-            told.append(error)
+        told.append(attempt(called, transport, list)[0])
         done.set()
 
     with pytest.raises(BusyError), transport.call("first"):
         _thread.start_new_thread(second, ())
         assert done.wait(30)
-    assert isinstance(told[0], BusyError)
+    assert told == ["BusyError"]
