@@ -213,8 +213,9 @@ def test_threads_may_send_and_receive_at_once_but_two_may_not_send(way):
         send(torch.zeros(3), 1 - rank)
         thread.join()
         assert received[0].tolist() == [0.0] * 3
+        beside = dist.new_group()
         if rank == 1:
-            time.sleep(0.5)
+            dist.recv(torch.empty(1), 0, beside)  # not before both have been refused
             return attempt(receive, 0, "large", timeout=2 * LIMIT)
         large = torch.ones(5_000_000)
         arguments = send, large, 1, "large", None, 2 * LIMIT
@@ -224,6 +225,7 @@ def test_threads_may_send_and_receive_at_once_but_two_may_not_send(way):
             time.sleep(0.01)
         outcomes.append(attempt(send, large, 1, "other"))
         thread.join()
+        dist.send(torch.empty(1), 1, beside)
         return outcomes
 
     outcomes, received = launch(talk, 2, timeout=LIMIT)
