@@ -265,7 +265,7 @@ def one_step(rows, num_devices=2, labels=None, params=None):
         (lambda: one_step(6, labels=5), r"X has shape \(6, 1, 28, 28\), but y has shape \(5,\)"),
         (lambda: one_step(0), "the batch is empty"),
         (lambda: one_step(4, num_devices=3), "2 replicas for 3 devices"),
-        (lambda: one_step(4, params=replicas(1)[0] * 2), "the same tensor"),  # as .to would give
+        (lambda: one_step(4, params=replicas(1)[0] * 2), "share memory"),  # as .to would give
         (lambda: train(0, 256, 0.1), "number of devices must be a positive int, not 0"),
         (lambda: train(1, 0, 0.1), "batch_size must be a positive int, not 0"),
         (lambda: train(1, 256, 0.1, 0), "num_epochs must be positive, not 0"),

@@ -199,7 +199,7 @@ def test_torchs_own_loss_in_chunks_agrees():
 @pytest.mark.parametrize(
     ("size", "hidden", "target", "words"),
     [
-        (0, (6, 2), (6,), "chunk_size must be a positive int, not 0"),
+        (0, (6, 2), (6,), "chunk_size must be positive, not 0"),
         (2, (3, 2), (4,), r"hidden has shape \[3, 2\], and target \[4\]"),
         (2, (2, 3, 2), (6,), r"hidden has shape \[2, 3, 2\], and target \[6\]"),
         (2, (6, 2), (2, 3), r"hidden has shape \[6, 2\], and target \[2, 3\]"),
