@@ -243,8 +243,6 @@ def test_the_executor_between_ranks_of_notebook_03_takes_exchanges_too():
 
 
 SVG = Picture.around("", 100, 50, "a ring of 4").svg
-
-
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mP4DwABAQEAHLCMmQAAAABJRU5ErkJggg=="
 
 
@@ -290,9 +288,7 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_valid, lambda nb: nb.cells[1].update(id=nb.cells[2].id)),
     (check_valid, lambda nb: nb.cells[1].pop("outputs")),
     (check_metadata, lambda nb: nb.metadata.kernelspec.update(name="my-env")),
-    (check_metadata, lambda nb: nb.metadata.language_info.update(version="3.11.7")),
     (check_metadata, lambda nb: nb.cells[1].metadata.update(execution={})),
-    (check_order, lambda nb: nb.cells[1].update(execution_count=None)),
     (check_order, lambda nb: nb.cells[1].update(execution_count=3)),
     (check_errors, output(new_output("error", ename="ValueError", evalue="", traceback=[]))),
     (check_warnings, output(shown("x", name="stderr"))),
@@ -303,7 +299,6 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_prose, lambda nb: nb.cells.insert(1, new_code_cell("x"))),
     (check_prose, lambda nb: nb.cells.pop(0)),
     (check_title, lambda nb: nb.cells[0].update(source="No title")),
-    (check_title, lambda nb: nb.cells[0].update(source="# One\n# Two")),
     (check_title, last("## ", "# ")),
     (check_exercises, last("## Exercises", "## Summary")),
     (check_exercises, last("3. Do it", "Do it")),
@@ -313,7 +308,6 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_paths, source(f"open('{HOME}')")),
     (check_paths, output(shown(HOME))),
     (check_paths, output(figure(text=HOME))),
-    (check_alternative_text, output(figure(svg="<svg><title> </title></svg>"))),
     (check_alternative_text, output(figure(alt=""))),
     (check_alternative_text, output(new_output("display_data", {"image/png": PNG}))),
     (check_alternative_text, lambda nb: nb.cells[0].update(source="# A\n![](a.png)")),
@@ -326,20 +320,15 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_reprs, output(figure(text="<Figure size 640x480 with 1 Axes>"))),
     (check_reprs, output(shown("[<matplotlib.lines.Line2D at 0x7f3a>]"))),
     (check_saved_cells, source("#@save d2lpar.collectives.schedules\ndef ring(k): ...")),
-    (check_saved_cells, source("#@save d2lpar.collectives.schedules\ndef rung(k): ...")),
-    (check_saved_cells, source("#@save d2lpar.nothing\ndef ring(k): ...")),
     (check_format, source("x=1")),
 ]
 
 
-@pytest.mark.parametrize("check, spoil", BAD)
-def test_check_refuses(check, spoil):
-    nb = good()
-    spoil(nb)
-    assert list(check(nb))
-
-
-def test_every_check_is_seen_to_refuse():
+def test_each_check_refuses():
+    for number, (check, spoil) in enumerate(BAD):
+        nb = good()
+        spoil(nb)
+        assert list(check(nb)), (number, check)
     assert {check for check, _ in BAD} == set(CHECKS)
 
 
@@ -401,7 +390,9 @@ def double(x):
 
 @pytest.fixture
 def package(tmp_path):
-    (tmp_path / "boxes.py").write_text(MODULE)
+    (tmp_path / "room").mkdir()
+    for folder in (tmp_path, tmp_path / "room"):
+        (folder / "boxes.py").write_text(MODULE)
     return tmp_path
 
 
@@ -415,21 +406,6 @@ def test_saved_cell_is_rewritten_in_its_own_order(package):
     assert saved_cells.rewrite(nb, package) == []
 
 
-def test_saved_cell_of_a_room(package):
-    (package / "room").mkdir()
-    (package / "boxes.py").rename(package / "room" / "boxes.py")
-    assert saved_cells.expected("#@save d2lpar.room.boxes\ndef double(): ...", package).endswith(
-        "x"
-    )
-    for stub, place in (
-        ("#@save d2lpar.room.bags\ndef f(): ...", "d2lpar/room/bags.py, which does not exist"),
-        ("#@save d2lpar.room.boxes\ndef f(): ...", "d2lpar/room/boxes.py has no function"),
-        ("#@save d2lpar.a.room.boxes\ndef f(): ...", "should read '#@save d2lpar.<file>'"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(place)):
-            saved_cells.expected(stub, package)
-
-
 def test_saved_cells_are_formatted_as_ruff_does(package):
     assert saved_cells.expected(SAVED, package) == SAVED
     text = SAVED.replace("#@save", "# @save") + "\n"
@@ -438,43 +414,38 @@ def test_saved_cells_are_formatted_as_ruff_does(package):
     assert result.stdout == text, result.stderr
 
 
-@pytest.mark.parametrize(
-    "cell, complaint",
-    [
-        (
-            "#@save d2lpar.boxes\ndef triple(): ...",
-            "d2lpar/boxes.py has no function or class triple",
-        ),
-        ("#@save d2lpar.bags\ndef double(): ...", "d2lpar/bags.py, which does not exist"),
-        ("#@save d2lpar.boxes\ndef double(): ...\nx = 1", "line 3 of the cell is neither"),
-        ("#@save d2lpar.boxes\ndef double(", "line 2 is no Python"),
-        ("#@save d2lpar.boxes", "names no function or class"),
-        ("#@save boxes\ndef double(): ...", "should read '#@save d2lpar.<file>'"),
-        ("import os\n#@save d2lpar.boxes\ndef double(): ...", "has to be the cell's first line"),
-    ],
-)
-def test_saved_cell_errors_name_both(package, cell, complaint):
-    with pytest.raises(ValueError, match=re.escape(complaint)):
-        saved_cells.rewrite(new_notebook(cells=[new_code_cell(cell)]), package)
+NO_CELLS = [
+    ("#@save d2lpar.boxes\ndef triple(): ...", "d2lpar/boxes.py has no function or class triple"),
+    ("#@save d2lpar.room.boxes\ndef f(): ...", "d2lpar/room/boxes.py has no function"),
+    ("#@save d2lpar.room.bags\ndef f(): ...", "d2lpar/room/bags.py, which does not exist"),
+    ("#@save d2lpar.boxes\ndef double(): ...\nx = 1", "line 3 of the cell is neither"),
+    ("#@save d2lpar.boxes\ndef double(", "line 2 is no Python"),
+    ("#@save d2lpar.boxes", "names no function or class"),
+    ("#@save boxes\ndef double(): ...", "should read '#@save d2lpar.<file>'"),
+    ("#@save d2lpar.a.room.boxes\ndef f(): ...", "should read '#@save d2lpar.<file>'"),
+    ("import os\n#@save d2lpar.boxes\ndef f(): ...", "has to be the cell's first line"),
+    ("#@save d2lpar.long\ndef f(): ...", "1 to 97 columns"),
+]
+
+
+def test_saved_cell_errors_name_both(package):
+    (package / "long.py").write_text(f'def f():\n    """{"x" * 92}.\n\n    More.\n    """\n')
+    for cell, complaint in NO_CELLS:
+        with pytest.raises(ValueError, match=re.escape(complaint)):
+            saved_cells.rewrite(new_notebook(cells=[new_code_cell(cell)]), package)
 
 
 GUARDED = '''
 class Box:
-    """A box."""
-
+    @property
     @checked(
-        check_box,
+        check_area,
     )
-    def __init__(self, size):
-        """Make it.
+    def area(self):
+        """Return it.
 
         Raises ValueError.
         """
-        self.size = size
-
-    @property
-    @checked(check_area)
-    def area(self):
         return self.size**2
 
 
@@ -485,22 +456,12 @@ def double(x):
 
 
 def test_saved_cell_shows_no_guards(package):
-    (package / "boxes.py").write_text(GUARDED)
-    box = saved_cells.expected("#@save d2lpar.boxes\nclass Box: ...", package)
-    assert box.endswith(
-        '    """A box."""\n\n    def __init__(self, size):\n        """Make it."""\n'
-        "        self.size = size\n\n    @property\n    def area(self):\n"
-        "        return self.size**2"
-    )
-    double = saved_cells.expected("#@save d2lpar.boxes\ndef double(): ...", package)
-    assert double == "#@save d2lpar.boxes\ndef double(x):\n    return 2 * x"
-
-
-def test_saved_docstring_that_would_be_too_long(package):
-    long = f'def f():\n    """{"x" * 92}.\n\n    More.\n    """\n'
-    (package / "boxes.py").write_text(long)
-    with pytest.raises(ValueError, match="1 to 97 columns"):
-        saved_cells.expected("#@save d2lpar.boxes\ndef f(): ...", package)
+    (package / "room" / "boxes.py").write_text(GUARDED)
+    box = saved_cells.expected("#@save d2lpar.room.boxes\nclass Box: ...", package)
+    property = '    @property\n    def area(self):\n        """Return it."""'
+    assert box.endswith(f"class Box:\n{property}\n        return self.size**2")
+    double = saved_cells.expected("#@save d2lpar.room.boxes\ndef double(): ...", package)
+    assert double == "#@save d2lpar.room.boxes\ndef double(x):\n    return 2 * x"
 
 
 # The runner, on notebooks that take no time
@@ -525,9 +486,8 @@ def test_runner_refreshes(tmp_path, capsys):
     svg = f"from IPython.display import SVG\nSVG({SVG!r})"
     status, built = run(tmp_path, "print(1, end='')\nprint(2)", svg, arguments=["--refresh"])
     assert status == 0
-    assert re.search(
-        r"01_toy.ipynb \.\.\. +\d+\.\d s\n1 notebook.* in \d+", capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out
+    assert re.search(r"01_toy.ipynb \.\.\. +\d+\.\d s\n1 notebook.* in \d+", printed)
     committed = tmp_path / "01_toy.ipynb"
     assert committed.read_text() == built.read_text()
     nb = nbformat.read(committed, as_version=4)
@@ -546,10 +506,8 @@ def test_runner_leaves_no_temporary_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     use = "from multiprocessing.util import get_temp_dir\nget_temp_dir()"
     status, built = run(tmp_path, use)
-    assert (
-        status == 0
-        and str(temporary) in code(nbformat.read(built, 4))[0].outputs[0].data["text/plain"]
-    )
+    assert status == 0
+    assert str(temporary) in code(nbformat.read(built, 4))[0].outputs[0].data["text/plain"]
     assert list(temporary.iterdir()) == []
 
 

@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import size
 import yaml  # jupyter brings it
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -42,6 +43,7 @@ HOUSE = (
 )
 ORDER = [f"{room}.{file}".strip(".") for room, files in HOUSE for file in files.split()]
 MAX_LINES = 350
+MAX_FUNCTION = 45  # lines of code
 MAX_BYTES = 30 * 2**20
 GENERATED = re.compile(
     r"\.git|\.venv|build|work|.*\.egg-info|__pycache__|\..*_cache|\.hypothesis|\.ipynb_.*"
@@ -98,17 +100,14 @@ def pins():
     return [Requirement(line) for line in lines if line]
 
 
-def test_constraints_pin_every_direct_dependency_once_and_nothing_else():
+def test_constraints_pin_what_pyproject_lists_and_nothing_else():
+    version = {canonicalize_name(pin.name): str(pin.specifier) for pin in pins()}
     wanted = sorted(canonicalize_name(need.name) for need in direct_dependencies())
-    assert sorted(canonicalize_name(pin.name) for pin in pins()) == wanted
-    assert [str(pin) for pin in pins() if not re.fullmatch(r"==[\d.]+", str(pin.specifier))] == []
-
-
-def test_pins_satisfy_pyproject():
-    version = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in pins()}
+    assert sorted(version) == sorted(canonicalize_name(pin.name) for pin in pins()) == wanted
     for need in direct_dependencies():
-        assert need.specifier.contains(version[canonicalize_name(need.name)]), need
-    assert version["torch"] == "2.13.0"
+        assert re.fullmatch(r"==[\d.]+", exact := version[canonicalize_name(need.name)]), need
+        assert need.specifier.contains(exact[2:]), need
+    assert version["torch"] == "==2.13.0"
     assert Requirement("torch>=2.6") in direct_dependencies()
 
 
@@ -123,9 +122,8 @@ def test_environment_lists_nothing_of_its_own():
 
 
 def test_the_version_stands_in_one_place_and_is_cited():
-    version = re.search(
-        r'^__version__ = "(\d+\.\d+\.\d+)"$', read("d2lpar/__init__.py"), flags=re.M
-    )
+    line = r'^__version__ = "(\d+\.\d+\.\d+)"$'
+    version = re.search(line, read("d2lpar/__init__.py"), flags=re.M)
     assert "version" in project()["dynamic"]
     assert f"\nversion: {version.group(1)}\n" in read("CITATION.cff")
 
@@ -166,37 +164,30 @@ def readme_commands():
     return [line for line in lines if line.startswith("make ")]
 
 
-def test_ci_runs_the_two_commands_of_the_readme():
-    lines = [line.partition("#")[0].strip() for line in read(".ci/run").splitlines()]
-    steps = [line for line in lines if line and not line.startswith(("set ", "cd "))]
-    always = [step["run"] for step in workflow()["steps"] if "run" in step and "if" not in step]
-    commands = ["make notebooks", "make test"]
-    assert sorted(readme_commands()[:2]) == sorted(steps) == sorted(always) == commands
-
-
 def workflow():
     """The only job of the workflow that code hosts run."""
     (job,) = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"].values()
     return job
 
 
-def test_the_workflow_tries_linux_macos_and_the_lowest_versions():
+def test_ci_runs_the_two_commands_of_the_readme_and_stops_at_the_first_that_fails():
+    lines = [line.partition("#")[0].strip() for line in read(".ci/run").splitlines()]
+    steps = [line for line in lines if line and not line.startswith(("set ", "cd "))]
+    always = [step["run"] for step in workflow()["steps"] if "run" in step and "if" not in step]
+    commands = ["make notebooks", "make test"]
+    assert sorted(readme_commands()[:2]) == sorted(steps) == sorted(always) == commands
+    assert "set -euo pipefail" in lines
+
+
+def test_the_workflow_tries_linux_macos_and_the_lowest_versions_may_only_read_and_ends():
     machines = workflow()["strategy"]["matrix"]["include"]
     assert {machine["os"] for machine in machines} == {"ubuntu-latest", "macos-latest"}
     (torch,) = [need for need in direct_dependencies() if need.name == "torch"]
     (lowest,) = [machine for machine in machines if "torch" in machine]
     assert project()["requires-python"] == f">={lowest['python']}"
     assert f"{torch.specifier}.0" == f">={lowest['torch']}"
-
-
-def test_the_workflow_may_only_read_and_ends():
     assert yaml.safe_load(read(".github/workflows/ci.yml"))["permissions"] == {"contents": "read"}
-    assert "permissions" not in workflow()
-    assert workflow()["timeout-minutes"] <= 90
-
-
-def test_ci_stops_at_the_first_command_that_fails():
-    assert "set -euo pipefail" in read(".ci/run").splitlines()
+    assert "permissions" not in workflow() and workflow()["timeout-minutes"] <= 90
 
 
 def environment_of(target):
@@ -217,22 +208,16 @@ def test_what_runs_the_book_keeps_the_memory_of_tensors_and_what_tests_it_does_n
     assert "MALLOC_TRIM_THRESHOLD_" not in environment_of("test")
 
 
-def test_readme_shows_only_commands_that_exist():
+def test_readme_is_short_shows_only_commands_that_exist_and_maps_rooms_and_notebooks():
+    text = read("README.md")
+    assert len(text.splitlines()) < 100
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.M))
-    shown = set(re.findall(r"`make ([a-z-]+)", read("README.md")))
-    shown |= {command.split()[1] for command in readme_commands()}
-    assert shown - targets == set()
-
-
-def test_readme_maps_every_room_and_every_notebook():
-    rows = re.findall(r"^\| `(\w+)/` \|", read("README.md"), flags=re.M)
+    shown = set(re.findall(r"`make ([a-z-]+)", text))
+    assert shown | {command.split()[1] for command in readme_commands()} <= targets
+    rows = re.findall(r"^\| `(\w+)/` \|", text, flags=re.M)
     assert rows == list(dict.fromkeys(room for room, _ in HOUSE if room))
-    named = set(re.findall(r"\b\d\d_\w+\.ipynb", read("README.md")))
+    named = set(re.findall(r"\b\d\d_\w+\.ipynb", text))
     assert sorted(named) == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
-
-
-def test_readme_is_short():
-    assert len(read("README.md").splitlines()) < 100
 
 
 # The module
@@ -275,26 +260,21 @@ def test_imports_point_one_way(path):
 
 def test_imports_are_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
-    source = "from d2lpar.cost import x\nfrom . import ddp\ndef f():\n    import d2lpar.plot\n"
-    (tmp_path / "x.py").write_text(source + "from .ranks import y\nimport d2lpar, torch.nn\n")
-    assert sorted(inner_imports(tmp_path / "x.py")) == ["", "cost", "ddp", "plot", "ranks"]
     (tmp_path / "room").mkdir()
     source = "from . import a\nfrom .b import x\nfrom .. import ranks\nfrom ..c import y\n"
-    (tmp_path / "room" / "y.py").write_text(source + "from d2lpar.room import z\n")
-    expected = ["c", "ranks", "room", "room.a", "room.b"]
+    source += "def f():\n    import d2lpar.plot, torch.nn\nfrom d2lpar.room import z\n"
+    (tmp_path / "room" / "y.py").write_text(source + "import d2lpar\n")
+    expected = ["", "c", "plot", "ranks", "room", "room.a", "room.b"]
     assert sorted(inner_imports(tmp_path / "room" / "y.py")) == expected
 
 
 @pytest.mark.parametrize(
-    "name, file, allowed",
+    ("name", "file", "allowed"),
     [
         ("mixed_precision.casting", "mixed_precision/opt_levels.py", True),
         ("mixed_precision.opt_levels", "mixed_precision/casting.py", False),
         ("mixed_precision", "study/methods.py", True),
         ("mixed_precision", "mixed_precision/grad_scaler.py", False),  # its own room's front door
-        ("mixed_precision", "data_parallel/ddp.py", False),
-        ("devices", "plot/charts.py", True),
-        ("training", "plot/charts.py", False),
         ("nothing", "data_parallel/ddp.py", False),
     ],
 )
@@ -304,32 +284,47 @@ def test_a_room_is_above_when_all_its_files_are(name, file, allowed):
 
 @each_module
 def test_module_is_short_and_tested(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_LINES
+    assert [name for number, name in size.functions(path) if number > MAX_FUNCTION] == []
     room = path.relative_to(PACKAGE).parent
     assert (ROOT / "tests" / room / f"test_{path.name}").exists()
-
-
-@each_module
-def test_no_file_bears_the_name_of_something_in_it(path):
-    top = ast.parse(path.read_text(encoding="utf-8")).body
+    top = ast.parse("\n".join(lines)).body  # no file bears the name of something in it
     assert path.stem not in {getattr(node, "name", "") for node in top}
+
+
+def test_lines_of_functions_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(size, "PACKAGE", tmp_path)
+    code = '@cache\ndef f(x):\n    """One.\n\n    Two.\n    """\n    # why\n\n    return x\n'
+    (tmp_path / "x.py").write_text(code)
+    assert size.functions(tmp_path / "x.py") == [(3, "x.py: f")]
+
+
+def printed_by(program):
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == ""
+    return done.stdout.splitlines()
 
 
 def test_names_of_the_package_are_loaded_when_first_used():
     """``__all__`` has the rooms and about 20 names; those of the first edition stay importable."""
     program = "import sys, d2lpar; print(d2lpar.ranks.__name__, 'd2lpar.pipeline' in sys.modules, "
     program += "d2lpar.DataParallel.__module__); from d2lpar import *; print(plot.bars)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    first, second = done.stdout.splitlines()
+    first, second = printed_by(program)
     assert first == "d2lpar.ranks False d2lpar.data_parallel.replicas"
     assert second.startswith("<function bars")
     rooms = {path.name for path in ROOMS}
     assert rooms <= set(d2lpar.__all__)
     assert 15 <= len(set(d2lpar.__all__) - rooms) <= 25
-    for name in FIRST_EDITION.split():
-        assert getattr(d2lpar, name) is not None
+    assert [name for name in FIRST_EDITION.split() if not hasattr(d2lpar, name)] == []
     with pytest.raises(AttributeError, match="module 'd2lpar' has no attribute 'alreduce'"):
         d2lpar.alreduce  # noqa: B018
+
+
+def test_import_needs_no_matplotlib():
+    heavy = "{'matplotlib', 'resvg_py', 'PIL', 'IPython', 'jupyter_client', 'nbformat'}"
+    assert printed_by(f"import sys, d2lpar; print(sorted({heavy} & set(sys.modules)))") == ["[]"]
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: path.name)
@@ -342,15 +337,6 @@ def test_a_room_begins_with_its_order_and_only_shows_its_files(room):
     assert {node.module for node in shown} == stems
     aliases = [alias for node in shown for alias in node.names]
     assert [alias.name for alias in aliases if alias.name in stems or alias.asname] == []
-
-
-def test_import_needs_no_matplotlib():
-    heavy = "{'matplotlib', 'resvg_py', 'PIL', 'IPython', 'jupyter_client', 'nbformat'}"
-    program = f"import sys, d2lpar; print(sorted({heavy} & set(sys.modules)))"
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT
-    )
-    assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
 def mutable_state(tree):

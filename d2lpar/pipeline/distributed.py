@@ -39,28 +39,18 @@ class DistributedPipeline(nn.Module):
     """The stage of one rank; ``forward_backward`` on all ranks makes one training step's gradients.
 
     Rank r of the group has stage r. What ``Pipeline`` says of micro-batches, of the loss and of
-    BatchNorm holds here, too. If the group's backend is NCCL, which wants sends and receives in
-    pairs, messages go through a gloo group, one for each pipeline. On GPUs, call it in the default
-    stream; not run on a GPU. Copy ``.stage``, not this.
+    BatchNorm, and its other arguments and attributes, holds here, too. In the schedule neighbours
+    must work on micro-batches in the same order. If the group's backend is NCCL, which wants sends
+    and receives in pairs, messages go through a gloo group, one for each pipeline. On GPUs, call it
+    in the default stream; not run on a GPU. Copy ``.stage``, not this.
 
     Args:
         stage: this rank's layers, on the device where they are to be computed.
-        criterion: called with (output, target), on the last rank.
-        num_microbatches: see ``Pipeline``.
-        schedule: as in ``Pipeline``; neighbours work on micro-batches in the same order.
         group: the process group; None: all ranks.
-        recompute: see ``Pipeline``.
-        count: see ``DataParallelCriterion``.
         timeout: seconds to wait for a message; None: the group's.
-
-    Attributes:
-        timeline: None; a list here is given a ``Span`` for each of this rank's actions. Where the
-            machine's clock is common, that of several ranks can be joined.
-        peak_live: of how many micro-batches this stage kept activations at most, in the last batch.
 
     Raises:
         MismatchError: on every rank, when schedule or number of micro-batches differ.
-        ValueError: see ``Pipeline``; this rank is no member of ``group``.
     """
 
     def __init__(
@@ -109,7 +99,6 @@ class DistributedPipeline(nn.Module):
         error in the middle the group is of no more use: nobody knows which messages are under way.
 
         Raises:
-            ValueError: see ``Pipeline.forward_backward``.
             PeerError: a neighbour did not send or receive in time, or is gone.
             MismatchError: a neighbour works on another batch, or evaluates.
         """
@@ -130,10 +119,7 @@ class DistributedPipeline(nn.Module):
 
     @torch.no_grad()
     def forward(self, X: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return the model's output for ``X``, given on the first rank, on the last; else None.
-
-        Raises what ``forward_backward`` raises.
-        """
+        """Return the model's output for ``X``, given on the first rank, on the last; else None."""
         self._calls += 1
         if self.is_first and X is None:
             raise ValueError("the first rank needs the inputs X")

@@ -4,7 +4,7 @@
 gradients back. Only one device works at a time. ``Pipeline`` cuts the batch, too, and follows a
 schedule, so that devices can work at the same time: on GPUs, whose calls return at once. There all
 work is in the default streams: a copy between two GPUs waits for what is queued on both, and both
-wait for the copy. torchgpipe gives copies streams of their own. Not run on a GPU. Notebook 06
+wait for the copy; torchgpipe gives copies streams of their own. Not run on a GPU. Notebook 06
 builds this file. Source: Huang et al., GPipe (2019), and Kim et al., "torchgpipe" (2020).
 """
 
@@ -24,12 +24,7 @@ from .stages import Stage, modules_of, one_tensor
 
 
 class SplitModel(nn.Module):
-    """A model whose stages are on several devices: the plain split.
-
-    Args:
-        stages: modules, each called with what the one before returned; they are moved.
-        devices: one for each stage.
-    """
+    """A model whose stages are on several devices, to which they are moved: the plain split."""
 
     def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]):
         super().__init__()
@@ -65,7 +60,7 @@ class Pipeline(SplitModel):
         criterion: called with (output, target), on the last device; a module is moved there.
         num_microbatches: into how many parts a batch is cut, which differ by at most one row; a
             batch with fewer rows makes as many as it has rows.
-        schedule: a function (num_stages, num_microbatches) -> ticks, such as ``gpipe``.
+        schedule: such as ``gpipe``; any other is checked, see ``check_pipeline``.
         recompute: whether a stage keeps only its inputs and outputs, and computes the rest again.
         count: see ``DataParallelCriterion``.
 
@@ -73,10 +68,6 @@ class Pipeline(SplitModel):
         timeline: None; a list here is given a ``Span`` for each action. On GPUs that is when the
             calls were made, not when the work was done.
         peak_live: of how many micro-batches each stage kept activations at most, in the last batch.
-
-    Raises:
-        ValueError: the schedule is not one, see ``check_pipeline``; numbers do not match; or the
-            parts of this criterion's loss cannot be put together, see ``find_count``.
     """
 
     def __init__(
@@ -101,9 +92,7 @@ class Pipeline(SplitModel):
     def forward_backward(self, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Add to the gradients of all parameters; return the loss of the batch, detached.
 
-        Raises:
-            ValueError: ``X`` and ``y`` differ in rows or have none, or ``X`` requires gradients.
-            Exception: what a stage raises, with a note that says which, and in which micro-batch.
+        ``X`` may not require gradients. To what a stage raises a note is added: which, and when.
         """
         check_batch(X, y)
         mail = LocalMail(X.tensor_split(self.num_microbatches), self.devices)

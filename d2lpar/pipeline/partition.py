@@ -40,13 +40,8 @@ def cut(
     """Cut a model into stages of consecutive layers, the largest as small as possible.
 
     The stages hold the model's own layers, not copies. A parameter must not be in two stages.
-
-    Args:
-        model: an ``nn.Sequential`` or a list of modules, each called with what the last returned.
-        num_stages: how many; every stage gets at least one layer.
-        by: what is to be balanced: the "count" of layers, their "parameters" (bytes), the "time" of
-            their forward and backward pass, measured with ``X``, or a list of a cost for each.
-        X: a micro-batch, for "time".
+    ``by`` is what is balanced: the "count" of layers, their "parameters" (bytes), the "time" of
+    their forward and backward pass, measured with a micro-batch ``X``, or a list of their costs.
     """
     layers, costs = modules_of(model, "the model"), by
     if by == "count":
@@ -84,7 +79,7 @@ def _check_balance(costs, num_parts) -> None:
 def balance(costs: Sequence[float], num_parts: int) -> list[int]:
     """Divide a list into consecutive parts, so that the largest sum of a part is smallest.
 
-    Returns how many elements each part has, at least 1.
+    Returns the number of elements of each part, at least 1.
     """
     ends = [0, *accumulate(costs)]
 

@@ -2,8 +2,7 @@
 
 A model is cut into stages, one per device, and a batch into micro-batches. A pipeline schedule is a
 function ``(num_stages, num_microbatches) -> ticks``. Ticks follow each other; the actions of one
-tick happen at the same time. The same list runs on devices (``local``) and between ranks
-(``distributed``), is timed (``predict``) and drawn (``plot.pipeline``).
+tick happen at the same time.
 
 Notebook 06 builds this file. Sources: Huang et al., "GPipe: Efficient Training of Giant Neural
 Networks using Pipeline Parallelism" (2019); one forward, one backward is that of Narayanan et al.,
@@ -19,10 +18,7 @@ from ..guards import checked
 
 
 class Action(NamedTuple):
-    """``stage`` makes the forward or the backward pass of ``microbatch``.
-
-    ``kind`` is "forward" or "backward".
-    """
+    """``stage`` makes a pass of ``microbatch``, whose ``kind`` is "forward" or "backward"."""
 
     stage: int
     microbatch: int
@@ -48,7 +44,7 @@ PipelineSchedule = Callable[[int, int], list[list[Action]]]
 def sequential(num_stages: int, num_microbatches: int) -> list[list[Action]]:
     """One action at a time: each micro-batch goes forward, then backward, through all stages.
 
-    2·m·p ticks for p stages and m micro-batches: (p - 1)/p of the time of all stages is idle.
+    2·m·p ticks for p stages and m micro-batches.
     """
     ticks = []
     for i in range(num_microbatches):
@@ -110,10 +106,8 @@ def check_pipeline(ticks: list[list[Action]], num_stages: int, num_microbatches:
     """Check that the ticks make one training step, and that it can be made.
 
     Every micro-batch passes every stage once forward and once backward, no stage has two actions
-    in a tick, and each action comes after those that it needs.
-
-    Raises:
-        ValueError: naming the first action of which this does not hold.
+    in a tick, and each action comes after those that it needs. A ValueError names the first action
+    of which this does not hold.
     """
     everything = product(range(num_stages), range(num_microbatches), ("forward", "backward"))
     wanted, done = [Action(*action) for action in everything], {}  # done: action -> its tick
@@ -170,10 +164,9 @@ def predict(
 
     Args:
         ticks: see ``gpipe``.
-        forward: seconds of a forward pass of one micro-batch, for all stages or a list for each.
-        backward: the same for a backward pass, which takes about twice as long.
-        transfer: seconds from the end of an action until the next stage has its result; the sender
-            does not wait.
+        forward: seconds per micro-batch, of all stages or a list for each.
+        backward: the same.
+        transfer: seconds until the next stage has a result; the sender does not wait.
     """
     num_stages = len({action.stage for action in chain(*ticks)})
     seconds = {
@@ -207,7 +200,7 @@ def bubble(spans: Iterable[Span]) -> float:
 def live_counts(actions: Iterable[Action | Span]) -> dict[int, list[int]]:
     """Return of how many micro-batches each stage keeps activations, after each of its actions.
 
-    A forward pass keeps them for the backward pass, which frees them: {stage: [1, 2, …, 0]}.
+    Such as {0: [1, 2, …, 0], …}: a backward pass frees what a forward pass keeps for it.
     """
     counts = defaultdict(list)
     for action in actions:

@@ -18,11 +18,7 @@ class Stage:
 
     ``live`` holds, for each micro-batch between the two, what the backward pass needs: the stage's
     input, and its output with autograd's graph behind it. ``peak`` is how many it held at most.
-
-    Args:
-        module: the layers.
-        recompute: see ``call``.
-        finish: what the last stage does with a micro-batch's number and output: the loss.
+    ``finish`` is what the last stage does with a micro-batch's number and output: the loss.
     """
 
     def __init__(self, module: nn.Module, recompute: bool = False, finish: Callable | None = None):
@@ -63,9 +59,6 @@ def call(module: nn.Module, X: torch.Tensor, recompute: bool = False) -> torch.T
 
     If a layer works in place (its ``inplace`` is True), the layers get a copy of ``X``. A layer
     that writes to its input without saying so must not come first.
-
-    Raises:
-        TypeError: the layers return anything but one tensor.
     """
     passes = [module]
     if recompute:  # the second pass works on copies of the buffers, as they are now
@@ -79,15 +72,12 @@ def call(module: nn.Module, X: torch.Tensor, recompute: bool = False) -> torch.T
 
 
 def works_in_place(module: nn.Module) -> bool:
-    """Tell whether a layer works in place, as ReLU(inplace=True) does: perhaps the first one.
-
-    It must not write to what another stage has sent: that one's backward pass may need it.
-    """
+    """Tell whether a layer may write to what another stage has sent, and may need to go back."""
     return any(getattr(part, "inplace", False) for part in module.modules())
 
 
 def one_tensor(output) -> torch.Tensor:
-    """Return what a stage has made if it is a tensor; raise TypeError for anything else."""
+    """Return what a stage has made; raise TypeError unless it is a tensor."""
     if not isinstance(output, torch.Tensor):
         raise TypeError(
             f"a stage must return one tensor, not a {type(output).__name__}: join what it makes in "

@@ -58,8 +58,8 @@ def trace(
         form: "DataParallel", "balanced" or "DDP".
         module: with all parameters and buffers on ``devices[0]``.
         criterion: called with (output, target); one of torch's, for the balanced form.
-        X: the inputs, with at least one row per device.
-        y: their targets.
+        X: at least one row per device.
+        y: the targets.
         devices: one per replica.
     """
     devices, everyone = check_devices(devices), tuple(range(len(devices)))
@@ -160,10 +160,9 @@ def memory_of(
 ) -> Memory:
     """Return what an iteration of ``form`` holds on each device; the arguments are ``trace``'s.
 
-    On GPUs, one per position, it is the peak that the allocator of each reports. On virtual devices
-    it is counted for each position: parameters with buffers; gradients, of parameters and of
-    outputs; outputs; and activations, which is what else autograd saves for the backward pass. That
-    is an upper bound, since not all of it is there at the same time.
+    On GPUs it is the peak that the allocator of each reports. On virtual devices it is counted:
+    parameters with buffers; gradients, of parameters and of outputs; outputs; and activations: what
+    else autograd saves. Not all of it is there at the same time: that is an upper bound.
     """
     module, devices, X = deepcopy(module), check_devices(devices), X.detach()
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):

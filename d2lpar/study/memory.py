@@ -81,8 +81,7 @@ def saved_memory(
 ) -> tuple[Any, int]:
     """Call ``function``; return its result, and the bytes that autograd saved for backward.
 
-    A storage is counted once, and not at all if it is that of a tensor in ``without`` or of the
-    result: what is kept anyway.
+    A storage is counted once, and not at all if it is that of ``without`` or of the result.
     """
     saved = {}  # the memory of a tensor -> bytes
 

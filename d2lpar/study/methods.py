@@ -1,9 +1,8 @@
 """The methods of this book side by side: one network, one batch, and a step of each method.
 
-What is exact is counted: bytes and messages sent, memory held and at the peak, the loss after ten
-steps. All methods are timed in turn, in another order in each round, within one launch: a
-disturbance of the machine then hits all alike, and the ratio within a round means something.
-Notebook 09 uses this file.
+What is exact is counted. Time is taken in turn, in another order in each round, within one launch:
+a disturbance of the machine then hits all methods alike, and the ratio within a round means
+something. Notebook 09 uses this file.
 """
 
 import random
@@ -60,7 +59,7 @@ class Counts(NamedTuple):
     """What a method takes on a rank."""
 
     sent: int | None  # bytes per step, by the busiest device; None: not by way of our ledger
-    messages: int | None  # likewise; in a pipeline a header of 128 bytes comes before each tensor
+    messages: int | None  # likewise; in a pipeline a header of 136 bytes comes before each tensor
     held: int  # bytes of parameters, and of the optimiser's state
     peak: int | None  # bytes of all tensors at most; None: they are made in threads, and not seen
 
@@ -78,14 +77,9 @@ def make(
 ) -> Method | None:
     """Return a method for LeNet, with the same weights every time; None on a rank without a part.
 
-    Called on all ranks of a ``launch``, of which a pipeline takes at most 4, LeNet's layers.
-
-    Args:
-        name: one of ``METHODS``, or ``EACH``.
-        X: images (n, 1, 28, 28) of the whole batch, equal on all ranks; n a multiple of their
-            number, since DDP takes the mean over ranks.
-        y: their classes (n,).
-        region: in which forward passes compute; None: float32.
+    Called on all ranks of a ``launch``, of which a pipeline takes at most 4, LeNet's layers. ``X``
+    (n, 1, 28, 28) and ``y`` (n,) are the whole batch, equal on all ranks; n is a multiple of their
+    number, since DDP takes the mean over ranks. Forward passes compute in ``region``, or float32.
     """
     rank, k = dist.get_rank(), dist.get_world_size()
     if name in ALONE and rank:

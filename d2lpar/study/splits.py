@@ -147,18 +147,10 @@ def cost_of(
     machine: Machine,
     num_microbatches: int = 8,
 ) -> SplitCost:
-    """Return what a step costs on the busiest device.
+    """Return what a step costs on the busiest device: ``layers`` are those of ``profile``.
 
-    Args:
-        split: "one device", "data", "pipeline" or "tensor".
-        layers: see ``profile``.
-        batch_size: rows of the whole batch.
-        num_devices: how many share the work.
-        machine: the devices, and the links between them.
-        num_microbatches: of the pipeline, which follows ``one_f_one_b``.
-
-    Raises:
-        ValueError: ``split`` is unknown, or there are fewer layers than stages.
+    ``split`` is one of ``SPLITS``, ``batch_size`` the rows of the whole batch. The pipeline follows
+    ``one_f_one_b``.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, which is none of {', '.join(SPLITS)}")

@@ -36,12 +36,8 @@ def split_channels(
 ) -> list[list[torch.Tensor]]:
     """Cut LeNet's eight parameters by output channels: for each device its own, gradients on.
 
-    The weights of a layer that does not exchange lose those from other devices' channels.
-
-    Args:
-        params: see ``init_params``.
-        devices: at most 10, since ``linear2`` has 10 outputs.
-        exchange: the layers that take all channels; the first one takes the image.
+    The weights of a layer not in ``exchange`` lose those from other devices' channels. There are at
+    most 10 devices, since ``linear2`` has 10 outputs.
     """
     k = len(devices)
     device_params = [[] for _ in devices]
@@ -68,8 +64,7 @@ def split_lenet(
 ) -> torch.Tensor:
     """Return the logits, of shape (n, 10), on ``devices[0]``; gradients flow back.
 
-    Every device gets the images, of shape (n, 1, 28, 28). ``device_params`` are those of
-    ``split_channels`` for the same ``devices`` and ``exchange``.
+    Every device gets the images (n, 1, 28, 28); ``device_params`` are those of ``split_channels``.
     """
     parts = [to_device(X, device, "host", d) for d, device in enumerate(devices)]
     for i, layer in enumerate(LAYERS):

@@ -64,10 +64,7 @@ def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
 def own_part(
     tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Return a copy of this rank's part of ``tensor``, cut along ``dim`` by ``tensor_split``.
-
-    Raises ValueError where there are fewer elements along ``dim`` than ranks.
-    """
+    """Return a copy of this rank's part of ``tensor``, cut along ``dim`` by ``tensor_split``."""
     k, me = place_in(group)
     if tensor.shape[dim] < k:
         raise ValueError(f"{tensor.shape[dim]} columns, rows or channels are too few for {k} ranks")
@@ -77,15 +74,10 @@ def own_part(
 class ColumnParallelLinear(nn.Module):
     """The rank's own columns of ``nn.Linear``: from all inputs to some of the outputs.
 
-    ``weight`` (own outputs, in_features) and ``bias`` (own outputs) are the rank's own. They are
-    cut from those that ``nn.Linear`` draws: with the same seed on all ranks the whole layer is that
-    of one process. Called with X (…, in_features), equal on all ranks; returns (…, own outputs).
-
-    Args:
-        in_features: of the whole layer.
-        out_features: of the whole layer; the ranks' parts differ by at most one.
-        bias: whether there is one.
-        group: the process group; None: all ranks.
+    ``weight`` (own outputs, in_features) and ``bias`` (own outputs) are cut from those that
+    ``nn.Linear`` draws: with the same seed on all ranks the whole layer is that of one process. The
+    ranks' parts differ by at most one output. Called with X (…, in_features), equal on all ranks;
+    returns (…, own outputs).
     """
 
     def __init__(
@@ -156,13 +148,10 @@ class TensorParallelMLP(nn.Module):
 
 
 class TensorParallelLeNet(nn.Module):
-    """LeNet, each rank with some of the channels of every layer.
+    """LeNet, each rank with some of the channels of every layer; at most 20 ranks.
 
-    Two allreduces forward, and one backward, or two if the images require gradients.
-
-    Args:
-        params: those of the whole network, see ``init_params``, equal on all ranks.
-        group: the process group; None: all ranks, of which there are at most 20.
+    Two allreduces forward, and one backward, or two if the images require gradients. ``params`` are
+    those of the whole network, see ``init_params``, equal on all ranks.
     """
 
     def __init__(self, params: list[torch.Tensor], group: dist.ProcessGroup | None = None):

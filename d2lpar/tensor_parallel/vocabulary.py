@@ -59,9 +59,6 @@ def vocab_parallel_cross_entropy(
         group: the process group; None: all ranks.
         reduction: "mean" over the targets that are not ignored, "sum" or "none".
         ignore_index: the target whose loss and gradient are 0.
-
-    Raises:
-        ValueError: shapes do not fit, a target is no class, or ``reduction`` is unknown.
     """
     kept = target != ignore_index
     begin, _ = own_classes(num_classes, group)

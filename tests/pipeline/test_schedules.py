@@ -28,7 +28,7 @@ PROMISES = {
     gpipe: (lambda p, m: 2 * (m + p - 1), lambda p, m, s: m),
     one_f_one_b: (lambda p, m: 2 * (m + p - 1), lambda p, m, s: min(m, p - s)),
 }
-schedules, seconds = st.sampled_from(list(PROMISES)), st.floats(0.125, 8)
+seconds = st.floats(0.125, 8)
 
 
 def F(stage, microbatch):
@@ -119,28 +119,16 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("ticks", "words"), REFUSED)
-def test_what_is_no_training_step_is_refused_with_what_is_wrong(ticks, words):
-    with pytest.raises(ValueError, match=words):
-        check_pipeline(ticks, 2, 2)
-
-
-@given(schedules, st.integers(1, 8), st.integers(1, 12), st.data())
-def test_a_schedule_without_one_of_its_actions_or_with_one_twice_is_refused(schedule, p, m, data):
-    without, twice = schedule(p, m), schedule(p, m)
-    t = data.draw(st.integers(0, len(without) - 1))
-    n = data.draw(st.integers(0, len(without[t]) - 1))
-    del without[t][n]
-    twice.insert(data.draw(st.integers(t + 1, len(twice))), [twice[t][n]])
-    for ticks in (without, twice):
-        with pytest.raises(ValueError, match=r"is missing|was done|comes before"):
-            check_pipeline(ticks, p, m)
+def test_what_is_no_training_step_is_refused_with_what_is_wrong():
+    for ticks, words in REFUSED:
+        with pytest.raises(ValueError, match=words):
+            check_pipeline(ticks, 2, 2)
 
 
 # The clock
 
 
-@given(schedules, st.integers(1, 8), st.integers(1, 12), seconds, seconds)
+@given(st.sampled_from(list(PROMISES)), st.integers(1, 8), st.integers(1, 12), seconds, seconds)
 def test_bubble_of_equal_stages_hangs_on_their_number_alone(schedule, p, m, forward, backward):
     idle = bubble(predict(schedule(p, m), forward, backward))
     assert idle == pytest.approx((p - 1) / p if schedule is sequential else (p - 1) / (m + p - 1))
@@ -149,28 +137,6 @@ def test_bubble_of_equal_stages_hangs_on_their_number_alone(schedule, p, m, forw
 def test_bubble_is_measured_from_the_first_start():
     spans = [Span(*F(0, 0), 5, 6), Span(*F(1, 0), 6, 7), Span(*B(1, 0), 7, 9)]
     assert bubble(iter(spans)) == 1 - 4 / (2 * 4)
-
-
-@given(schedules, st.integers(1, 5), st.integers(1, 6), seconds, st.data())
-def test_each_action_begins_when_its_stage_is_free_and_its_input_there(
-    schedule, p, m, transfer, data
-):
-    forward, backward = (data.draw(st.lists(seconds, min_size=p, max_size=p)) for _ in range(2))
-    ticks = schedule(p, m)
-    spans = predict(ticks, forward, backward, transfer)
-    assert [span.end for span in spans] == sorted(span.end for span in spans)
-    times = {Action(*span[:3]): span[3:] for span in spans}
-    assert set(times) == set(chain(*ticks))
-    for s in range(p):
-        own = own_actions(ticks, s)
-        for before, action in zip([None, *own], own, strict=False):
-            arrival = source(action, p)
-            free, arrives = times[before][1] if before else 0, 0
-            if arrival:
-                arrives = times[arrival][1] + transfer
-            start, end = times[action]
-            assert start == pytest.approx(max(free, arrives))
-            assert end - start == pytest.approx({"forward": forward}.get(action.kind, backward)[s])
 
 
 def test_uneven_stages_and_transfers_by_hand():
@@ -185,8 +151,6 @@ def test_uneven_stages_and_transfers_by_hand():
         Span(*B(0, 0), 14, 16),
     ]
     assert predict(gpipe(1, 1)) == [Span(*F(0, 0), 0, 1), Span(*B(0, 0), 1, 3)]
-    with pytest.raises(ValueError, match="forward has 1 times for 2 stages"):
-        predict(gpipe(2, 2), forward=[1])
     with pytest.raises(ValueError, match="backward has 3 times for 2 stages"):
         predict(gpipe(2, 2), backward=[1, 2, 3])
 

@@ -44,17 +44,6 @@ def norm():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh())
 
 
-def norm_in_evaluation():
-    module = norm()
-    module[1].running_mean.fill_(2)
-    return module.eval()
-
-
-def norm_without_statistics():
-    layers = nn.Linear(6, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Tanh()
-    return nn.Sequential(*layers)
-
-
 class Counting(nn.Module):
     """Multiplies by the number of the call, which it keeps in a buffer."""
 
@@ -84,9 +73,7 @@ def test_forward_and_backward_apart_are_autograds(recompute):
     close(ours, grads(module))
 
 
-@pytest.mark.parametrize(
-    "build", [dropout, norm, norm_in_evaluation, norm_without_statistics, Counting]
-)
+@pytest.mark.parametrize("build", [dropout, norm, Counting])
 def test_recomputing_changes_neither_gradients_nor_running_statistics(build):
     results = []
     for recompute in (False, True):
@@ -104,7 +91,7 @@ def test_recomputing_changes_neither_gradients_nor_running_statistics(build):
 
 def test_recomputing_keeps_the_input_alone_and_goes_forward_twice():
     for recompute in (False, True):
-        module, calls = seeded(norm_without_statistics), []
+        module, calls = seeded(norm), []
         module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         stage, X = Stage(module, recompute), leaf(4, 6)
         kept = [X, *module.parameters()]
@@ -115,56 +102,16 @@ def test_recomputing_keeps_the_input_alone_and_goes_forward_twice():
 
 
 @both
-def test_the_last_stage_finishes_with_the_loss(recompute):
-    module, X = seeded(lambda: nn.Linear(6, 3)), leaf(4, 6)
-    stage = Stage(module, recompute, finish=lambda i, output: i * output.square().sum())
-    loss = stage.forward(5, X)
-    grad = stage.backward(5)
-    expected = 5 * module(X).square().sum()
-    close(loss.detach(), expected.detach())
-    close(grad, torch.autograd.grad(expected, X)[0])
-
-
-@both
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_first_layer_that_works_in_place_leaves_its_input_alone(recompute, nested):
-    def build():
-        relu = nn.ReLU(inplace=True)
-        return nn.Sequential(nn.Sequential(relu) if nested else relu, nn.Linear(6, 3))
-
+def test_a_first_layer_that_works_in_place_leaves_its_input_alone(recompute):
+    layers = nn.Sequential(nn.ReLU(inplace=True)), nn.Linear(6, 3, dtype=torch.float64)
     for X in (leaf(4, 6), randn(4, 6)):
-        module = seeded(build)
-        stage = Stage(module, recompute)
+        stage = Stage(nn.Sequential(*layers), recompute)
         output = stage.forward(0, X)
         grad = stage.backward(0, torch.ones_like(output))
         assert torch.equal(X.detach(), randn(4, 6))
-        close(output.detach(), module[1](randn(4, 6).relu()).detach())
-        close(module[1].weight.grad, randn(4, 6).relu().sum(0).expand(3, 6))
+        close(output.detach(), layers[1](randn(4, 6).relu()).detach())
         if X.requires_grad:
-            close(grad, module[1].weight.sum(0) * (X > 0))
-
-
-@both
-def test_what_wants_no_gradient_is_sent_none_back(recompute):
-    frozen = Stage(seeded(lambda: nn.Linear(6, 3)).requires_grad_(False), recompute)
-    assert not frozen.forward(0, randn(4, 6)).requires_grad
-    assert frozen.backward(0) is None
-    assert frozen.forward(1, leaf(4, 6)).requires_grad
-    close(frozen.backward(1, torch.ones(4, 3).double()), frozen.module.weight.sum(0).expand(4, 6))
-    assert grads(frozen.module) == [None, None]
-    learns = Stage(seeded(lambda: nn.Embedding(5, 3)), recompute)
-    output = learns.forward(0, torch.tensor([[1, 4]]))
-    assert output.requires_grad
-    assert learns.backward(0, torch.ones_like(output)) is None
-    assert learns.module.weight.grad.sum(1).tolist() == [0, 3, 0, 0, 3]
-
-
-@both
-def test_a_stage_returns_one_tensor(recompute):
-    module = nn.Module()
-    module.forward = lambda X: (X, X)
-    with pytest.raises(TypeError, match="a stage must return one tensor, not a tuple"):
-        Stage(module, recompute).forward(0, leaf(2, 2))
+            close(grad, layers[1].weight.sum(0) * (X > 0))
 
 
 def test_gradients_are_recorded_where_they_are_switched_off():

@@ -1,27 +1,14 @@
-"""An iteration of each form: its bytes and memory, worked out by hand; and whose mean is right."""
+"""An iteration of each form: its bytes and memory, worked out by hand."""
 
 from collections import Counter
-from functools import cache
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from d2lpar import (
-    ChunkedLoss,
-    DataParallel,
-    DataParallelCriterion,
-    DataParallelModel,
-    DistributedDataParallel,
-    count_bytes,
-    get_params,
-    launch,
-    split_batch,
-    train_batch,
-)
+from d2lpar import count_bytes
 from d2lpar.data_parallel.scattering import scatter
-from d2lpar.network import LeNet
 from d2lpar.ranks.collectives import choose
 from d2lpar.study.iteration import FORMS, loss_of, memory_of, trace
 
@@ -57,8 +44,7 @@ def back(*each):
 # What is sent
 
 
-@pytest.mark.parametrize("rows", [8, 11])
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize(("k", "rows"), [(1, 8), (2, 8), (4, 11)])
 @pytest.mark.parametrize("form", IN_ONE_PROCESS)
 def test_the_bytes_of_each_step(form, k, rows):
     others, everyone = rows_of(rows, k)[1:], tuple(range(k))
@@ -117,14 +103,6 @@ def test_buffers_are_sent_and_frozen_parameters_come_not_back(form):
 
 
 @pytest.mark.parametrize("form", IN_ONE_PROCESS)
-def test_sparse_gradients_are_sent_as_rows_with_their_numbers(form):
-    model = nn.Sequential(nn.Embedding(100, 4, sparse=True), nn.Flatten())
-    X = torch.tensor([[1, 2], [1, 3], [5, 5], [5, 5]])  # device 1 uses one row
-    steps = trace(form, model, CRITERION, X, torch.arange(4), [CPU] * 2)
-    assert steps[-1] == ("add up the gradients", back(1 * (8 + 4 * 4)), ())
-
-
-@pytest.mark.parametrize("form", IN_ONE_PROCESS)
 def test_the_steps_are_all_that_the_classes_send_and_their_loss_is_that_of_one_device(form):
     model, (X, y), devices = mlp(), batch(10), [CPU] * 3
     steps = trace(form, model, CRITERION, X, y, devices)
@@ -135,10 +113,6 @@ def test_the_steps_are_all_that_the_classes_send_and_their_loss_is_that_of_one_d
     torch.testing.assert_close(loss, CRITERION(model(X), y))
 
 
-def state(model):
-    return [tensor.clone() for tensor in model.state_dict().values()]
-
-
 @pytest.mark.parametrize("look", [trace, memory_of])
 @pytest.mark.parametrize("form", FORMS)
 def test_looking_changes_nothing(form, look):
@@ -146,9 +120,9 @@ def test_looking_changes_nothing(form, look):
     criterion.scale = nn.Parameter(torch.ones(4))
     criterion.register_forward_pre_hook(lambda module, args: (module.scale * args[0], args[1]))
     X.requires_grad_()
-    before = state(model)
+    before = deepcopy(model.state_dict())
     look(form, model, criterion, X, y, [CPU] * 2)
-    assert all(torch.equal(a, b) for a, b in zip(state(model), before, strict=True))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert all(tensor.grad is None for tensor in (X, criterion.scale, *model.parameters()))
     assert model.training
 
@@ -168,8 +142,7 @@ def test_what_cannot_be_looked_at_is_named(look):
 # What is kept
 
 
-@pytest.mark.parametrize("rows", [8, 11])
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize(("k", "rows"), [(1, 8), (2, 8), (4, 11)])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_each_device_holds(form, k, rows):
     held = memory_of(form, mlp(), CRITERION, *batch(rows), [CPU] * k)
@@ -221,123 +194,3 @@ def test_targets_are_counted_where_they_have_to_travel():
     model = nn.Linear(2, 3, device="meta")
     steps = trace("DataParallel", model, CRITERION, X, y, [torch.device("meta")] * 2)
     assert steps[0].bytes == {(0, 1): 2 * 2 * 4, ("host", 0): 4 * 8}
-
-
-def test_only_dataparallel_fills_its_first_device():
-    model, X = nn.Linear(2, 1000), torch.randn(64, 2)
-    spread = {}
-    for form in FORMS:
-        held, _ = memory_of(form, model, CRITERION, X, torch.zeros(64).long(), [CPU] * 4)
-        first, *others = [sum(device.values()) for device in held]
-        assert len(set(others)) == 1
-        spread[form] = first / others[0]
-    assert spread["DataParallel"] > 4
-    assert 1 < spread["balanced"] < 1.1
-    assert spread["DDP"] == 1
-
-
-# Who divides the gradient rightly
-
-BATCHES = {"even": (8, 0), "uneven": (7, 0), "ignored": (8, 3)}  # rows, of which are ignored
-K = 2
-
-
-@cache
-def lenet_and_batch(name):
-    rows, ignored = BATCHES[name]
-    draw = torch.Generator().manual_seed(1)
-    X = torch.rand(rows, 1, 28, 28, generator=draw, dtype=torch.float64)
-    y = torch.randint(10, (rows,), generator=draw)
-    y[:ignored] = CRITERION.ignore_index
-    return LeNet(0.1, torch.Generator().manual_seed(2)).double(), X, y
-
-
-def book(model, X, y, devices):
-    device_params = [get_params(list(model.params), device) for device in devices]
-    before = get_params(list(model.params), CPU)
-    train_batch(X, y, device_params, devices, lr=1.0)
-    return [(a - b).detach() for a, b in zip(before, device_params[0], strict=True)]
-
-
-def dataparallel(model, X, y, devices):
-    return CRITERION(DataParallel(model, devices)(X), y)
-
-
-def loss_inside(model, X, y, devices):
-    class WithLoss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, X, y):
-            return CRITERION(self.model(X), y)
-
-    return DataParallel(WithLoss(), devices)(X, y).mean()
-
-
-def balanced(model, X, y, devices):
-    return DataParallelCriterion(CRITERION, devices)(DataParallelModel(model, devices)(X), y)
-
-
-def chunks(model, X, y, devices):
-    generator = nn.Sequential(nn.Unflatten(1, X.shape[1:]), model)
-    return ChunkedLoss(generator, CRITERION, devices, chunk_size=3)(X.flatten(1), y)
-
-
-def mean_of_chunks(model, X, y, devices):
-    parts = zip(X.split(4), y.split(4), strict=True)
-    return torch.stack([CRITERION(model(X), y) for X, y in parts]).mean()
-
-
-@cache
-def ddp_gradients():
-    """{(weight, batch): gradients}, from one launch."""
-
-    def run(rank, world_size, tasks):
-        found = {}
-        for weight in ("equal", "rows"):
-            for name, (model, X_shards, y_shards) in tasks.items():
-                replica = DistributedDataParallel(model, weight=weight)
-                F.cross_entropy(replica(X_shards[rank]), y_shards[rank]).backward()
-                found[weight, name] = [param.grad.clone() for param in model.parameters()]
-                model.zero_grad()
-        return found
-
-    tasks = {}
-    for name in BATCHES:
-        model, X, y = lenet_and_batch(name)
-        tasks[name] = (model, *split_batch(X, y, [CPU] * K))
-    first, second = launch(run, K, tasks)
-    assert all(
-        torch.equal(a, b) for name in first for a, b in zip(first[name], second[name], strict=True)
-    )
-    return first
-
-
-@pytest.mark.parametrize(
-    ("way", "even", "uneven", "ignored"),
-    [
-        (book, True, True, False),
-        (dataparallel, True, True, True),
-        (loss_inside, True, False, False),
-        (balanced, True, True, True),
-        (chunks, True, True, True),
-        (mean_of_chunks, True, False, False),
-        ("equal", True, False, False),
-        ("rows", True, True, False),
-    ],
-    ids=lambda way: getattr(way, "__name__", str(way)),
-)
-def test_whether_the_gradient_is_that_of_one_device(way, even, uneven, ignored):
-    for name, right in (("even", even), ("uneven", uneven), ("ignored", ignored)):
-        model, X, y = lenet_and_batch(name)
-        params = list(model.params)
-        expected = torch.autograd.grad(CRITERION(model(X), y), params)
-        if isinstance(way, str):
-            found = ddp_gradients()[way, name]
-        else:
-            found = way(model, X, y, [CPU] * K)
-            found = torch.autograd.grad(found, params) if isinstance(found, torch.Tensor) else found
-        expected, found = (torch.cat([g.flatten() for g in grads]) for grads in (expected, found))
-        error = float((found - expected).norm() / expected.norm())
-        assert error < 1e-6 if right else error > 1e-3, (name, error)

@@ -4,11 +4,13 @@ import time
 
 import pytest
 import torch
+from helpers import attempt
 from torch.nn import functional as F
 
 from d2lpar import autocast, ranks
 from d2lpar.models import lenet_layers
 from d2lpar.ranks.launcher import launch
+from d2lpar.ranks.point_to_point import HEADER
 from d2lpar.study import methods
 from d2lpar.study.methods import METHODS, PUBLISHED, predict_images, ratios, time_in_turn, unrest
 
@@ -72,8 +74,7 @@ def test_data_parallel_ranks_send_their_gradients_once_around(found):
 def test_a_pipeline_in_16_bits_sends_half(found):
     full, half = (found["pipeline", bits][0] for bits in (32, 16))
     activations = 16 * 20 * 13 * 13  # of the first convolution, or their gradients
-    headers = full[0].sent - 4 * activations
-    assert 0 <= headers <= 256 * methods.MICROBATCHES
+    headers = HEADER.size * methods.MICROBATCHES
     assert [c.sent for c in full] == [4 * activations + headers] * 2
     assert [c.sent for c in half] == [2 * activations + headers] * 2
     assert [c.messages for c in half] == [2 * methods.MICROBATCHES] * 2  # each with its header
@@ -109,33 +110,21 @@ def test_the_busiest_is_one_device_and_not_all(found):
 
 def refused(rank, world_size):
     X, y = batch()
-    errors = []
-    for name, rows in (("ddp", 16), ("DDP", 15)):
-        try:
-            methods.make(name, X[:rows], y[:rows])
-        except ValueError as error:
-            errors.append(str(error))
-    return errors
+    calls = [
+        (methods.make, "ddp", X, y),
+        (methods.make, "DDP", X[:15], y[:15]),
+        (time_in_turn, dict.fromkeys("ab" if rank else "ba")),
+    ]
+    return [attempt(*call)[:2] for call in calls]
 
 
-def test_bad_arguments_are_refused():
-    errors = launch(refused, 2, timeout=60)[0]
-    assert "there is no method 'ddp', but one device, DataParallel, DDP" in errors[0]
-    assert errors[1] == "15 rows cannot be split evenly over 2 ranks"
+def test_what_cannot_be_compared_is_refused():
+    unknown, uneven, order = launch(refused, 2, timeout=60)[0]
+    assert "there is no method 'ddp', but one device, DataParallel, DDP" in unknown[1]
+    assert uneven == ("ValueError", "15 rows cannot be split evenly over 2 ranks")
+    assert order[0] == "MismatchError" and "rank 0" in order[1]
     with pytest.raises(ValueError, match="method 'ddp' is none of DDP, DDP, one bucket"):
         predict_images(1.0, 1.0, method="ddp")
-
-
-def in_another_order(rank, world_size):
-    names = "ab" if rank else "ba"
-    try:
-        time_in_turn(dict.fromkeys(names))
-    except ranks.MismatchError as error:
-        return str(error)
-
-
-def test_ranks_that_name_other_orders_are_told():
-    assert "rank 0" in launch(in_another_order, 2, timeout=60)[0]
 
 
 def in_turn(rank, world_size):
@@ -172,11 +161,9 @@ def test_unrest_is_told():
     assert unrest((0.9, 1.0, 1.26))
 
 
-@pytest.mark.parametrize(
-    "name, off", [("V100, float32", 3), ("V100, mixed", 15), ("A100, TF32", 4), ("A100, mixed", 19)]
-)
+@pytest.mark.parametrize(("name", "off"), list(zip(PUBLISHED, (3, 15, 4, 19), strict=True)))
 def test_eight_gpus_are_predicted_too_fast_by_what_the_model_leaves_out(name, off):
-    [row] = [row for key, row in PUBLISHED.items() if key.endswith(name)]
+    row = PUBLISHED[name]
     predicted = predict_images(row.one_gpu, row.link)
     assert predicted == pytest.approx(8 * row.one_gpu)  # the gradients travel unseen
     assert round(100 * (predicted / row.eight_gpus - 1)) == off
