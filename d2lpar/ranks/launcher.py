@@ -85,14 +85,19 @@ def launch(
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", Job.__module__])
     store = os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")
     ranks, memory = [], None
+    # A rank that stops in the middle of a message would block the one that reads it for ever
+    last_resort = threading.Timer(timeout + 3 * ANSWER, _kill, [ranks])
+    last_resort.daemon = True
     try:
         with _starting, _deferred_interrupt():
             memory = SharedMemory.create(world_size, context)
             environment = dict(os.environ)
             job = Job(call, _sources_of_cells(), environment, store, memory, timeout, threads)
             _start(ranks, world_size, job, context)
+            last_resort.start()
         return _gather(ranks, timeout)
     finally:
+        last_resort.cancel()
         with _deferred_interrupt():
             _end(ranks)
             if memory:
@@ -250,13 +255,17 @@ def _timed_out(unfinished: list, outcomes: dict, timeout: float, answers: dict) 
     return RankError(message, unfinished[0], errors)
 
 
-def _end(ranks: list) -> None:
+def _kill(ranks: list) -> None:
     """Kill all ranks. They hold nothing worth a polite end: their results and lines are here."""
-    started = [process for process, _ in ranks if process.pid]
-    for process in started:
-        kill_group(process.pid)  # what a rank has started may outlive it
-        process.kill()  # while it starts it is not yet in its group
-    for process in started:
-        process.join(5)
-    for _, connection in ranks:
+    for process, _ in ranks:
+        if process.pid:
+            kill_group(process.pid)  # what a rank has started may outlive it
+            process.kill()  # while it starts it is not yet in its group
+
+
+def _end(ranks: list) -> None:
+    _kill(ranks)
+    for process, connection in ranks:
+        if process.pid:
+            process.join(5)
         connection.close()  # not before: to a rank it means that the caller is gone

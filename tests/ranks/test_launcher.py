@@ -267,6 +267,26 @@ def test_ranks_that_do_not_finish_are_named_with_the_place_where_each_stands(cap
     assert capsys.readouterr().out.count("half a line\n") == 3
 
 
+def test_a_rank_that_stops_in_the_middle_of_a_message_does_not_block_the_caller(monkeypatch):
+    def stop(rank, world_size):
+        def send_a_part(connection, message):
+            os.write(connection.fileno(), message[:2])
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        if rank == 1:
+            multiprocessing.connection.Connection._send = send_a_part
+        return rank
+
+    monkeypatch.setattr(launcher, "ANSWER", 0.3)
+    children = multiprocessing.active_children
+    rescue = threading.Timer(30, lambda: [process.kill() for process in children()])
+    rescue.start()
+    with pytest.raises(RankError, match="rank 1"):
+        launch(stop, 2, timeout=3)
+    assert rescue.is_alive(), "it would have waited for ever"
+    rescue.cancel()
+
+
 def test_what_the_system_refuses_is_told_and_nothing_is_left(monkeypatch):
     real_start = multiprocessing.Process.start
 
