@@ -58,9 +58,8 @@ def launch(
     In every rank the default process group is ready (gloo, this machine only), RANK, WORLD_SIZE and
     LOCAL_RANK are set as torchrun sets them, and the environment, the working directory and
     ``sys.path`` are the caller's. The random generators of torch and Python are seeded with the
-    rank. A rank works on copies: what it changes in its arguments or in global variables stays
-    there, only the result comes back. A rank may start processes, such as a DataLoader's workers.
-    Once all ranks have returned, they and these are killed: close your files.
+    rank. A rank works on copies: only its result comes back. It may start processes, such as a
+    DataLoader's workers. Once all ranks have returned, they and these are killed: close your files.
 
     What a rank prints, the caller prints, in whole lines that begin with ``[rank 0]``. What C code
     writes, or a process that a rank has started, goes to the terminal as it is.
@@ -74,9 +73,8 @@ def launch(
 
     Raises:
         RankError: a rank raised an exception, died, or did not finish in time; all are ended.
-        ValueError: world_size or timeout is out of range.
-        TypeError: fn cannot be called, or fn or an argument cannot be pickled.
-        RuntimeError: called from a rank, or the ranks cannot be started; the message says why.
+        TypeError: fn or an argument cannot be pickled.
+        RuntimeError: called from a rank, or the ranks cannot be started.
     """
     _check(fn, world_size, timeout)
     call = pickled((fn, args), "the function, a variable that it uses, or an argument")
@@ -147,9 +145,8 @@ def _deferred_interrupt() -> Iterator[None]:
 def _apart_from_the_caller() -> Iterator[None]:
     """Let processes that start now neither run the main module nor import from its directory.
 
-    multiprocessing would run the main module again in each, and a student's ``random.py`` would
-    take the place of Python's. Torch's compiler, which the fork server imports, makes folders: let
-    them be in one that is removed.
+    There a student's ``random.py`` would take the place of Python's. Torch's compiler, which the
+    fork server imports, makes folders: let them be in one that is removed.
     """
     own = get_temp_dir()
     ours = {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_CACHE_DIR": own, "TMPDIR": own}
@@ -168,10 +165,7 @@ def _apart_from_the_caller() -> Iterator[None]:
 
 
 def _start(ranks: list, world_size: int, job: Job, context) -> None:
-    """Start the ranks, and append the (process, connection) of each to ``ranks`` before its start.
-
-    So ``_end`` also finds one whose start has failed.
-    """
+    """Start the ranks, each (process, connection) in ``ranks`` already: one may fail to start."""
     try:
         with _apart_from_the_caller():
             for rank in range(world_size):
@@ -203,10 +197,7 @@ def _gather(ranks: list, timeout: float) -> list:
 
 
 def _listen(waiting: dict[Connection, int], ranks: list, seconds: float) -> dict[int, Any]:
-    """Print the lines that come, until every waiting rank has sent something else: its outcome.
-
-    Stops earlier when the time is up, and GRACE after a failure.
-    """
+    """Print lines until all have sent an outcome, the time is up, or GRACE after a failure."""
     outcomes, deadline = {}, time.monotonic() + seconds
     while waiting and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(waiting), left):
