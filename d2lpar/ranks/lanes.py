@@ -36,10 +36,7 @@ let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 class _Lane:
-    """A member's end of the lane to or from a peer.
-
-    A sender waits for free slots and announces full ones, a receiver the other way round.
-    """
+    """A member's end of the lane to or from a peer: a sender waits for free slots."""
 
     def __init__(self, rank: int, slots: list[int], waits_for, announces):
         self.rank = rank  # of the peer
@@ -213,11 +210,7 @@ def _view(memory: torch.Tensor, offset: int, numel: int, dtype: torch.dtype) -> 
 
 
 class SharedMemory:
-    """The lanes between all ranks of one ``launch``: a file that all map, and the semaphores.
-
-    Behind the slots lies a table in which a rank that sleeps writes for whom it waits, and one that
-    has given up, whom it missed.
-    """
+    """The lanes between all ranks of one ``launch``: a file that all map, and the semaphores."""
 
     def __init__(self, path: str, world_size: int, semaphores: dict):
         self.path, self.world_size, self.semaphores = path, world_size, semaphores
@@ -229,7 +222,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, world_size: int, context) -> "SharedMemory | None":
-        """Make file and semaphores; None for a single rank, very many, or where is no room."""
+        """Make file and semaphores; None for a single rank, for very many, or without room."""
         if world_size == 1:
             return None
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()

@@ -41,8 +41,8 @@ _starting = threading.Lock()  # two threads may launch, but not change the envir
 class RankError(RuntimeError):
     """A rank raised an exception, died, or did not finish in time.
 
-    ``rank`` is the first that failed, before those that only missed another; ``errors`` has for
-    each that failed its traceback, and for each that did not finish the place where it stood.
+    ``rank`` is the first that failed, before those that only missed another; ``errors`` has the
+    traceback of each that failed, and the place of each that did not finish.
     """
 
     def __init__(self, message: str, rank: int | None = None, errors: dict | None = None):
@@ -165,7 +165,7 @@ def _apart_from_the_caller() -> Iterator[None]:
 
 
 def _start(ranks: list, world_size: int, job: Job, context) -> None:
-    """Start the ranks, each (process, connection) in ``ranks`` already: one may fail to start."""
+    """Start the ranks. Each is in ``ranks`` before its start, which may fail."""
     try:
         with _apart_from_the_caller():
             for rank in range(world_size):

@@ -123,7 +123,7 @@ def line_of(group: Group, timeout: float | None = None) -> Member:
 
 
 def group_like(group: Group, backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new process group of the same ranks, which all call this; None: same backend."""
+    """Return a new process group of the same ranks, by default with the same backend: on all."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     # Only for the members of a group, torch finds its name by counting the groups of each: with all
     # ranks it need not.

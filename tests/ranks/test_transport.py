@@ -26,11 +26,6 @@ def transport_of(way, group=None):
     return ranks.member_of(group, None)[0].transport
 
 
-def called(transport, function, *args):
-    with transport.call("a test"):
-        return function(*args)
-
-
 @both_ways
 def test_tell_returns_all_notes_in_order_and_is_a_barrier(way):
     def check(rank, k):
@@ -95,27 +90,6 @@ def test_partners_exchange_what_they_hold(way):
 
 
 # What fails.
-
-
-@both_ways
-@pytest.mark.parametrize("what", ["tell", "receive", "send"])
-def test_a_failed_call_marks_the_transport_as_broken(way, what):
-    def check(rank, k):
-        transport = transport_of(way)
-        if rank == 1:
-            return None
-        arguments = {
-            "tell": (transport.tell, b"hello", 0.3),
-            "receive": (transport.exchange, [], [From(1, torch.ones(3), keep)], 0.3),
-            "send": (transport.exchange, [To(1, torch.ones(2**24))], [], 0.3),
-        }[what]
-        return [attempt(called, transport, *arguments) for _ in range(2)], transport.broken
-
-    (first, later), broken = launch(check, 2, timeout=LIMIT)[0]
-    assert first[0] == "PeerError" and first[2] == (1,) and "rank 1" in first[1]
-    assert broken == f"PeerError: {first[1]}"
-    assert later[0] == "PeerError" and first[1] in later[1]
-    assert "of no more use since an earlier call" in later[1]
 
 
 def test_a_note_is_not_taken_for_data():
