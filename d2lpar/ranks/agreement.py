@@ -1,8 +1,7 @@
 """Agreement: before anything is sent, all ranks compare what they are about to do.
 
-A rank's *plan* is a line of text. Its digest travels, with the number of the call. Notebook 05 uses
-this file. Source: torch's ProcessGroupWrapper, which does the same under
-TORCH_DISTRIBUTED_DEBUG=DETAIL.
+A rank's *plan* is a line of text. Its digest travels, with the number of the call. Source: torch's
+ProcessGroupWrapper, which does the same under TORCH_DISTRIBUTED_DEBUG=DETAIL.
 """
 
 import struct
@@ -27,9 +26,8 @@ def agree(
 ) -> list[int]:
     """Return every member's ``number``; raise MismatchError on all unless their plans are equal.
 
-    Done in a ``Transport.call``. What went ``ahead`` with the notes (see ``Transport.tell``) is
-    dropped, unread, where plans differ. Raises PeerError too: see ``Transport.tell``, and where a
-    rank sends something else than a note.
+    What went ``ahead`` with the notes is dropped, unread, where plans differ. Where a rank sends
+    something else than a note, that is a PeerError.
     """
     note = NOTE.pack(MARK, call % 2**32, number, _digest(plan))
     notes = transport.tell(note, timeout, ahead)

@@ -1,9 +1,8 @@
 """Collectives between ranks: each rank makes its own moves of a schedule, over a transport.
 
-The functions have the names and the meaning of those in ``collectives``, but a rank passes its own
-tensor instead of a list. Before anything is reduced, all ranks compare what they are about to do:
-torch does that only under TORCH_DISTRIBUTED_DEBUG=DETAIL, and without it gloo aborts or is silently
-wrong. Notebook 05 uses this file.
+They mean what those in ``collectives`` mean, but a rank passes its own tensor instead of a list.
+First, all ranks compare what they are about to do: torch does that only under
+TORCH_DISTRIBUTED_DEBUG=DETAIL, and else gloo aborts or is silently wrong. Notebook 05 uses this.
 """
 
 import operator
@@ -108,8 +107,8 @@ def reduce_scatter(
     """Reduce in place, and leave each rank its part: return shard r of ``tensor`` on rank r.
 
     This is the first half of the ring. Shard r is ``tensor.tensor_split(k)[r]``, rows of dimension
-    0, now reduced; the other rows are left with partial results. A tensor without a dimension
-    counts as one row. Arguments and errors are those of ``allreduce``.
+    0; the others are left with partial results. A tensor without a dimension counts as one row.
+    Arguments and errors are those of ``allreduce``.
     """
     with _calling("reduce_scatter", label, group, timeout, check) as call:
         check_reduction(tensor, op)
@@ -130,9 +129,8 @@ def all_gather(
 ) -> torch.Tensor:
     """Return all ranks' shards joined along dimension 0: a new tensor.
 
-    This is the second half of the ring. The shards may differ in their number of rows, so the ranks
-    have to tell each other, and compare what they do anyway; one without a dimension counts as a
-    row. Arguments and errors are those of ``allreduce``.
+    This is the second half of the ring. The shards may differ in their number of rows, which the
+    check tells; one without a dimension counts as a row. Arguments and errors: see ``allreduce``.
     """
     with _calling("all_gather", label, group, timeout) as call:
         check_reduction(shard)
@@ -159,8 +157,7 @@ def broadcast(
 ) -> None:
     """Copy the tensor of rank ``src`` in place into that of every other, down a binomial tree.
 
-    ``src`` is a rank of the world, as in torch. The other arguments and errors are those of
-    ``allreduce``.
+    ``src`` is a rank of the world, as in torch. For the others, and errors, see ``allreduce``.
     """
     with _calling("broadcast", label, group, timeout, check) as call:
         check_reduction(tensor)
@@ -185,7 +182,7 @@ def all_gather_int(
 ) -> list[int]:
     """Return the number of every rank, each from -2^63 to 2^63 - 1: it goes along with the check.
 
-    Other arguments and errors are those of ``allreduce``.
+    Errors are those of ``allreduce``.
     """
     with _calling("all_gather_int", label, group, timeout) as call:
         if not -(2**63) <= operator.index(number) < 2**63:
@@ -196,12 +193,10 @@ def all_gather_int(
 def choose(nbytes: int, k: int) -> Schedule:
     """Return the fastest schedule for ``nbytes`` bytes on ``k`` ranks, or nearly the fastest.
 
-    Two ranks exchange whole tensors: in one step they send as much as otherwise in two. More ranks
-    send few messages as long as a message costs more than its bytes, and few bytes after that.
-
-    Measured on 2 cores of an AMD EPYC and of an Intel Xeon: with 3, 4 and 8 ranks star and direct
-    cross between 1 and 4 MB, over lanes as over gloo's messages. ``benchmarks/bench_ranks.py``
-    prints for each size how much slower this choice is than the fastest.
+    Two ranks exchange whole tensors: in one step they send as much as otherwise in two. Measured on
+    2 cores of an AMD EPYC and of an Intel Xeon: with 3, 4 and 8 ranks star and direct cross between
+    1 and 4 MB, over lanes as over gloo's messages. ``benchmarks/bench_ranks.py`` prints how much
+    slower this choice is than the fastest.
     """
     if k == 2:
         return recursive_doubling
@@ -263,10 +258,9 @@ class _Call:
 
 @contextmanager
 def _calling(name: str, label: str, group, timeout, check: bool = True) -> Iterator[_Call]:
-    """Make a call. What fails in it before the ranks agree is compared like a plan.
+    """Make a call. An error before the ranks agree is compared like a plan.
 
-    An error that all ranks have, each raises itself. One that only some have is a MismatchError on
-    all. After both, the group is still usable.
+    One that all ranks have, each raises itself; one that only some have is a MismatchError on all.
     """
     call = _Call(name, label, group, timeout, check)
     with call.transport.call(call.name):

@@ -13,9 +13,6 @@ def make_grid(num_rows: int, num_columns: int) -> tuple[dist.ProcessGroup, dist.
 
     Rank r is in row r // num_columns and in column r % num_columns, so that the ranks of a row are
     neighbours, as a rule on one machine.
-
-    Raises:
-        ValueError: the world has another size than the grid.
     """
     world_size = dist.get_world_size()
     if num_rows < 1 or num_rows * num_columns != world_size:

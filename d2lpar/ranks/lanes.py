@@ -3,9 +3,8 @@
 A lane is a one-way path from one rank to another: two slots of a memory that both have mapped, and
 two counting semaphores that say how many slots are free and how many are full. It is the bounded
 buffer of Dijkstra, "Cooperating sequential processes" (1965). A message is copied once into a slot
-and read from there. No system call copies it, and none is made as long as nobody has to sleep. A
-note takes a short message that follows it along in its slot, so that one wait does for both.
-Notebook 05 measures lanes against gloo.
+and read from there, without a system call as long as nobody has to sleep. A note takes a short
+message that follows it along in its slot. Notebook 05 measures lanes against gloo.
 """
 
 import mmap
@@ -37,10 +36,7 @@ let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 class _Lane:
-    """A member's end of the lane to or from a peer.
-
-    A sender waits for free slots and announces full ones, a receiver the other way round.
-    """
+    """A member's end of the lane to or from a peer: a sender waits for free slots."""
 
     def __init__(self, rank: int, slots: list[int], waits_for, announces):
         self.rank = rank  # of the peer
@@ -140,11 +136,7 @@ class Lanes(Transport):
                 lane.release()
 
     def _rounds(self, lanes: dict[int, _Lane], moves: list) -> list[list[tuple]]:
-        """Cut all messages into pieces that fit into a slot: a round has one for each lane.
-
-        Where two members have several messages for each other in a step, what is reduced into one
-        place may so come in another order than in the list. No schedule here has such steps.
-        """
+        """Cut all messages into pieces that fit into a slot: a round has one for each lane."""
         rounds, turns = [], dict.fromkeys(lanes, 0)
         for peer, message, *into in moves:
             for piece in pieces_of(message, self.piece_bytes):
@@ -185,10 +177,7 @@ class Lanes(Transport):
         return False  # and the table goes on to say for whom
 
     def _line(self, rank: int) -> list[int]:
-        """Return ``rank``, the one that it waits for, and so on, but not this rank.
-
-        The last one waits for nobody, or has given up, or waits for one that is in the line.
-        """
+        """Return ``rank``, the one that it waits for, and so on, but not this rank."""
         line = [self.ranks[self.member]]
         while rank not in line:
             line.append(rank)
@@ -221,11 +210,7 @@ def _view(memory: torch.Tensor, offset: int, numel: int, dtype: torch.dtype) -> 
 
 
 class SharedMemory:
-    """The lanes between all ranks of one ``launch``: a file that all map, and the semaphores.
-
-    Behind the slots lies a table in which a rank that sleeps writes for whom it waits, and one that
-    has given up, whom it missed.
-    """
+    """The lanes between all ranks of one ``launch``: a file that all map, and the semaphores."""
 
     def __init__(self, path: str, world_size: int, semaphores: dict):
         self.path, self.world_size, self.semaphores = path, world_size, semaphores
@@ -237,11 +222,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, world_size: int, context) -> "SharedMemory | None":
-        """Make file and semaphores; None where they are of no use, or there is no room.
-
-        They are of no use to a single rank, and to very many. ``context`` is multiprocessing's,
-        whose processes the ranks will be.
-        """
+        """Make file and semaphores; None for a single rank, for very many, or without room."""
         if world_size == 1:
             return None
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()

@@ -41,8 +41,8 @@ _starting = threading.Lock()  # two threads may launch, but not change the envir
 class RankError(RuntimeError):
     """A rank raised an exception, died, or did not finish in time.
 
-    ``rank`` is the first that failed, before those that only missed another; ``errors`` has for
-    each that failed its traceback, and for each that did not finish the place where it stood.
+    ``rank`` is the first that failed, before those that only missed another; ``errors`` has the
+    traceback of each that failed, and the place of each that did not finish.
     """
 
     def __init__(self, message: str, rank: int | None = None, errors: dict | None = None):
@@ -58,9 +58,8 @@ def launch(
     In every rank the default process group is ready (gloo, this machine only), RANK, WORLD_SIZE and
     LOCAL_RANK are set as torchrun sets them, and the environment, the working directory and
     ``sys.path`` are the caller's. The random generators of torch and Python are seeded with the
-    rank. A rank works on copies: what it changes in its arguments or in global variables stays
-    there, only the result comes back. A rank may start processes, such as a DataLoader's workers.
-    Once all ranks have returned, they and these are killed: close your files.
+    rank. A rank works on copies: only its result comes back. It may start processes, such as a
+    DataLoader's workers. Once all ranks have returned, they and these are killed: close your files.
 
     What a rank prints, the caller prints, in whole lines that begin with ``[rank 0]``. What C code
     writes, or a process that a rank has started, goes to the terminal as it is.
@@ -74,9 +73,8 @@ def launch(
 
     Raises:
         RankError: a rank raised an exception, died, or did not finish in time; all are ended.
-        ValueError: world_size or timeout is out of range.
-        TypeError: fn cannot be called, or fn or an argument cannot be pickled.
-        RuntimeError: called from a rank, or the ranks cannot be started; the message says why.
+        TypeError: fn or an argument cannot be pickled.
+        RuntimeError: called from a rank, or the ranks cannot be started.
     """
     _check(fn, world_size, timeout)
     call = pickled((fn, args), "the function, a variable that it uses, or an argument")
@@ -85,14 +83,19 @@ def launch(
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", Job.__module__])
     store = os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")
     ranks, memory = [], None
+    # A rank that stops in the middle of a message would block the one that reads it for ever
+    last_resort = threading.Timer(timeout + 3 * ANSWER, _kill, [ranks])
+    last_resort.daemon = True
     try:
         with _starting, _deferred_interrupt():
             memory = SharedMemory.create(world_size, context)
             environment = dict(os.environ)
             job = Job(call, _sources_of_cells(), environment, store, memory, timeout, threads)
             _start(ranks, world_size, job, context)
+            last_resort.start()
         return _gather(ranks, timeout)
     finally:
+        last_resort.cancel()
         with _deferred_interrupt():
             _end(ranks)
             if memory:
@@ -142,9 +145,8 @@ def _deferred_interrupt() -> Iterator[None]:
 def _apart_from_the_caller() -> Iterator[None]:
     """Let processes that start now neither run the main module nor import from its directory.
 
-    multiprocessing would run the main module again in each, and a student's ``random.py`` would
-    take the place of Python's. Torch's compiler, which the fork server imports, makes folders: let
-    them be in one that is removed.
+    There a student's ``random.py`` would take the place of Python's. Torch's compiler, which the
+    fork server imports, makes folders: let them be in one that is removed.
     """
     own = get_temp_dir()
     ours = {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_CACHE_DIR": own, "TMPDIR": own}
@@ -163,10 +165,7 @@ def _apart_from_the_caller() -> Iterator[None]:
 
 
 def _start(ranks: list, world_size: int, job: Job, context) -> None:
-    """Start the ranks, and append the (process, connection) of each to ``ranks`` before its start.
-
-    So ``_end`` also finds one whose start has failed.
-    """
+    """Start the ranks. Each is in ``ranks`` before its start, which may fail."""
     try:
         with _apart_from_the_caller():
             for rank in range(world_size):
@@ -198,10 +197,7 @@ def _gather(ranks: list, timeout: float) -> list:
 
 
 def _listen(waiting: dict[Connection, int], ranks: list, seconds: float) -> dict[int, Any]:
-    """Print the lines that come, until every waiting rank has sent something else: its outcome.
-
-    Stops earlier when the time is up, and GRACE after a failure.
-    """
+    """Print lines until all have sent an outcome, the time is up, or GRACE after a failure."""
     outcomes, deadline = {}, time.monotonic() + seconds
     while waiting and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(waiting), left):
@@ -250,13 +246,17 @@ def _timed_out(unfinished: list, outcomes: dict, timeout: float, answers: dict) 
     return RankError(message, unfinished[0], errors)
 
 
-def _end(ranks: list) -> None:
+def _kill(ranks: list) -> None:
     """Kill all ranks. They hold nothing worth a polite end: their results and lines are here."""
-    started = [process for process, _ in ranks if process.pid]
-    for process in started:
-        kill_group(process.pid)  # what a rank has started may outlive it
-        process.kill()  # while it starts it is not yet in its group
-    for process in started:
-        process.join(5)
-    for _, connection in ranks:
+    for process, _ in ranks:
+        if process.pid:
+            kill_group(process.pid)  # what a rank has started may outlive it
+            process.kill()  # while it starts it is not yet in its group
+
+
+def _end(ranks: list) -> None:
+    _kill(ranks)
+    for process, connection in ranks:
+        if process.pid:
+            process.join(5)
         connection.close()  # not before: to a rank it means that the caller is gone

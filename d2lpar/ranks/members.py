@@ -1,8 +1,7 @@
 """What a rank keeps for each of its process groups: a transport, a time limit, the calls so far.
 
-It is made at the group's first call and lives as long as the group: nothing here holds a group that
-was destroyed. A *line* is a second transport in the same group, for another thread of each rank:
-what travels over it has an order of its own. Notebook 05 uses this file.
+It is made at the group's first call and lives as long as the group. A *line* is a second transport
+in the same group, for another thread of each rank: what travels over it has an order of its own.
 """
 
 import threading
@@ -46,8 +45,7 @@ def use_lanes(memory: SharedMemory, timeout: float) -> None:
 def use_messages(group: Group = None, timeout: float | None = None) -> None:
     """Let ``group`` send torch.distributed's messages where it would have lanes: call on all ranks.
 
-    Use it to compare the two, or to see what happens between machines. ``timeout`` becomes that of
-    calls that name none; None leaves it.
+    Use it to compare the two. ``timeout`` becomes that of calls that name none; None leaves it.
     """
     group = group or dist.group.WORLD
     member = _known(group)
@@ -104,12 +102,11 @@ def _find_lanes(member: Member, timeout: float) -> Lanes | None:
 
 
 def line_of(group: Group, timeout: float | None = None) -> Member:
-    """Return a line of its own in ``group``, to be passed to calls as their group.
+    """Return a line of its own in ``group``, to be passed to calls as their group: on all ranks.
 
-    Called by all ranks of the group. It has lanes if the group has and a channel is free, else
-    messages with tags of its own. NCCL knows no tags: there the line has a group of its own.
-    Messages share the group's connections: once such a line has failed, the group is of no more use
-    either.
+    It has lanes if the group has and a channel is free, else messages with tags of its own. NCCL
+    knows no tags: there the line has a group of its own. Messages share the group's connections:
+    once such a line has failed, the group is of no more use either.
     """
     member, timeout = member_of(group, timeout)
     group = group or dist.group.WORLD
@@ -126,10 +123,7 @@ def line_of(group: Group, timeout: float | None = None) -> Member:
 
 
 def group_like(group: Group, backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new process group of the same ranks: its messages have an order of their own.
-
-    Called by all of them. ``backend``: of its messages; None: that of ``group``.
-    """
+    """Return a new process group of the same ranks, by default with the same backend: on all."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     # Only for the members of a group, torch finds its name by counting the groups of each: with all
     # ranks it need not.
@@ -139,10 +133,10 @@ def group_like(group: Group, backend: str | None = None) -> dist.ProcessGroup:
 
 
 def destroy(group: dist.ProcessGroup) -> None:
-    """Destroy a group that ``group_like`` has made, where that is safe.
+    """Destroy a group that ``group_like`` has made, unless it is of some ranks only.
 
-    One of some ranks only stays until all groups are destroyed: torch names it by counting those
-    that there are, and would give its name, with all that is stored under it, to a later one.
+    Torch names such a one by counting those that there are, and would give its name, with all that
+    is stored under it, to a later one.
     """
     with suppress(ValueError, AssertionError):  # all have been destroyed already
         if group.size() == dist.get_world_size():

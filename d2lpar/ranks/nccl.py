@@ -1,7 +1,6 @@
 """How messages travel between GPUs: NCCL's, where a process group has them.
 
-We have not run this between GPUs: that takes several. The tests run it over gloo. Notebook 05 names
-NCCL. Source: ``torch.distributed.batch_isend_irecv``.
+We have not run this between GPUs: the tests run it over gloo. Source: torch's batch_isend_irecv.
 """
 
 import os
@@ -57,10 +56,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def _gpu_of(group: dist.ProcessGroup) -> torch.device:
-    """Return the GPU that a group was bound to, or else the one of this rank's local number.
-
-    Not the current one, which each thread has of its own.
-    """
+    """Return the GPU of a group, or of this rank's local number: not the thread's current one."""
     if group.bound_device_id:
         return group.bound_device_id
     number = int(os.environ.get("LOCAL_RANK", dist.get_rank()))

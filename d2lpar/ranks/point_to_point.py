@@ -1,8 +1,7 @@
 """A tensor from one rank to another, with a header that says what it is; and an ``isend``'s thread.
 
-A collective knows on every rank what is sent. A pipeline's tensors have shapes that only the sender
-knows. So a header of a fixed size goes first: label, dtype, shape, and whether a gradient is wanted
-back. Notebook 06 uses this file.
+A pipeline's tensors have shapes that only the sender knows. So a header of a fixed size goes first.
+Notebook 06 uses this file.
 """
 
 import struct
@@ -29,10 +28,9 @@ def check_send(tensor: torch.Tensor, dst: int, label: str = "", *_, **__) -> Non
     """Refuse what a header cannot describe, before anything is sent."""
     check_tensor(tensor, "the tensor")
     if tensor.dim() > MAX_DIMS or len(label.encode()) > 32:
-        raise ValueError(
-            f"cannot send a tensor of shape {list(tensor.shape)} as {label!r}: a header has room "
-            f"for {MAX_DIMS} dimensions and a label of 32 bytes"
-        )
+        what = f"a tensor of shape {list(tensor.shape)} as {label!r}"
+        room = f"{MAX_DIMS} dimensions and a label of 32 bytes"
+        raise ValueError(f"cannot send {what}: a header has room for {room}")
 
 
 @checked(check_send)
@@ -54,13 +52,12 @@ def send(
         dst: a rank of the world, and of ``group``.
         label: what it is, up to 32 bytes; the receiver must expect the same.
         group: a process group; None: all ranks.
-        timeout: seconds to wait for ``dst``; None: the group's.
+        timeout: seconds to wait; None: the group's.
         wants_gradient: what the receiver's tensor ``requires_grad``.
 
     Raises:
         PeerError: ``dst`` did not receive it in time, or is gone.
         BusyError: another thread of this rank is about to send in the same group.
-        ValueError: ``dst`` is no other rank of the group, or the tensor cannot be described.
     """
     member, timeout = member_of(group, timeout)
     transport = member.transport
@@ -88,7 +85,6 @@ def receive(
         MismatchError: what comes has another label, and is lost; or it was not sent by ``send``,
             nobody knows what comes next, and the group is of no more use.
         BusyError: another thread of this rank is about to receive in the same group.
-        ValueError: ``src`` is no other rank of the group, or there is no such device.
     """
     device = as_device(device)
     member, timeout = member_of(group, timeout)
@@ -122,8 +118,7 @@ class Sender:
     """A daemon thread that makes calls one after the other: sending goes on beside backward.
 
     ``concurrent.futures.ThreadPoolExecutor(1)`` does the same, but a process that ends waits for
-    its threads: a rank that has failed would stay until its last message is taken, and be missed by
-    nobody. Notebook 05 shows the idea with an executor.
+    its threads: a rank that has failed would stay until its last message is taken.
     """
 
     def __init__(self):

@@ -1,9 +1,8 @@
 """How a message travels between ranks: here by torch.distributed's send and receive.
 
-A schedule says *what* moves, a transport *how*; NCCL uses the same word. A transport does two
-things for a rank: ``exchange`` makes all moves of one step, and ``tell`` gives every other rank a
-short note and returns theirs. ``Messages`` works in every process group, on any number of machines.
-``lanes`` has another transport, for ranks that share memory. Notebook 05 measures both.
+A schedule says *what* moves, a transport *how*; NCCL uses the same word. ``exchange`` makes all
+moves of one step, and ``tell`` gives every other rank a short note and returns theirs. ``Messages``
+works in every process group. ``lanes`` is for ranks that share memory. Notebook 05 measures both.
 """
 
 import threading
@@ -88,16 +87,12 @@ class Transport:
         """Make one call, described by ``words``, while no other thread of this rank makes one.
 
         Two calls at once would take each other's messages. Letting the second one wait would not
-        help: on another rank it may be the first. So the second one is refused. The first one
-        fails too, since it may have met another rank's second. One thread may send while another
-        one receives: ``directions`` is then "send" or "receive".
+        help: on another rank it may be the first. So the second one is refused (BusyError). The
+        first one fails too, since it may have met another rank's second. One thread may send while
+        another one receives: ``directions`` is then "send" or "receive".
 
         An error ends the use of the group, unless it is about arguments or plans: nobody would know
-        which messages are under way.
-
-        Raises:
-            BusyError: naming both threads and what they call.
-            PeerError: this rank has given the group up, or it can be seen that another one has.
+        which messages are under way. Later calls are a PeerError.
         """
         if self.broken:
             raise PeerError(f"the group is of no more use since an earlier call: {self.broken}")
@@ -138,22 +133,17 @@ class Transport:
     def tell(self, note: bytes, timeout: float, ahead: Sequence[Send] = ()) -> list[bytes]:
         """Give ``note`` to all other members; return everyone's, in order: all of one length.
 
-        Nobody returns before all have called, so this is a barrier too. ``ahead`` is what this rank
-        sends in the exchange that comes next: a transport may take some of it along.
-
-        Raises:
-            PeerError: naming all who did not call within ``timeout`` seconds, or are gone.
+        Nobody returns before all have called. PeerError names those who did not, or are gone.
+        ``ahead`` is what this rank sends in the exchange that comes next: some of it may go along.
         """
         return self._tell(note, time.monotonic() + timeout, ahead)
 
     def exchange(self, sends: list[Send], receives: list[Receive], timeout: float) -> None:
         """Make the moves of one step; return when the parts are written and the messages sent.
 
-        Nothing may be received where a message lies that is sent in the same step. The exception is
-        an exchange: two members send each other parts of one length, and both reduce.
-
-        Raises:
-            PeerError: naming the rank that did not do its part within ``timeout`` seconds.
+        Nothing may be received where a message lies that is sent in the same step, unless two
+        members send each other parts of one length, and both reduce. PeerError names the rank that
+        did not do its part within ``timeout`` seconds.
         """
         for dst, message in sends:
             record_message(message, self.ranks[self.member], self.ranks[dst])
@@ -219,10 +209,8 @@ class Messages(Transport):
         self._wait(list(chain(*sending.values())), deadline)
 
     def _beside(self, i: int, part: torch.Tensor) -> torch.Tensor:
-        """Return where the i-th message of a step arrives that is to be reduced into ``part``.
-
-        The memory is kept: new pages would cost as much as the reduction.
-        """
+        """Return where the i-th message of a step arrives that is to be reduced into ``part``."""
+        # It is kept: new pages would cost as much as the reduction
         memory = self.landings.get((i, part.device))
         if memory is None or memory.nbytes < part.nbytes:
             memory = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)

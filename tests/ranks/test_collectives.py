@@ -5,10 +5,12 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import make_dataclass
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
+from itertools import product
 
 import psutil
 import pytest
@@ -17,22 +19,14 @@ import torch.distributed as dist
 from helpers import LIMIT, SOON, attempt, both_ways, take
 
 from d2lpar import ranks
-from d2lpar.collectives import cost, lists
+from d2lpar.collectives import cost, lists, schedules
 from d2lpar.collectives.lists import OPS
-from d2lpar.collectives.schedules import (
-    Move,
-    direct,
-    halving_doubling,
-    recursive_doubling,
-    ring,
-    star,
-    tree,
-)
+from d2lpar.collectives.schedules import Move, halving_doubling, recursive_doubling, ring, star
 from d2lpar.devices import count_bytes
 from d2lpar.ranks import collectives, launcher
 from d2lpar.ranks.launcher import RankError, launch
 
-SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)
+SCHEDULES = (star, ring, schedules.tree, schedules.direct, halving_doubling, recursive_doubling)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
 DTYPES = FLOATS + INTEGERS
@@ -137,7 +131,7 @@ def test_allreduce_has_the_bits_of_the_list_form(k, way):
 
 
 @both_ways
-@pytest.mark.parametrize("k", [2, 5])
+@pytest.mark.parametrize("k", [2, 3])
 def test_signs_of_zero_and_nan_are_the_same_on_all_ranks(k, way):
     def check(rank, k):
         take(way)
@@ -240,12 +234,10 @@ def test_any_layout_is_right_and_its_neighbours_stay(way):
     nobody_complains(launch(check, 3, timeout=LIMIT))
 
 
-@pytest.mark.parametrize("numel", [0, 1, 7, 12])
-def test_bounds_are_those_of_tensor_split(numel):
-    for n in (1, 3, 5):
-        assert collectives.even_bounds(numel, n) == lists.bounds_of(
-            torch.zeros(numel).tensor_split(n)
-        )
+def test_bounds_are_those_of_tensor_split():
+    for numel, n in product((0, 1, 7, 12), (1, 3, 5)):
+        parts = torch.zeros(numel).tensor_split(n)
+        assert collectives.even_bounds(numel, n) == lists.bounds_of(parts)
 
 
 @both_ways
@@ -261,17 +253,12 @@ def test_groups_of_some_ranks(way):
             order = dist.get_process_group_ranks(group)
             me = order.index(rank)
             data = [values(r, (7, 2), torch.float64) for r in order]
-            total = sum(data)
-            for schedule in (ring, star):
-                mine = data[me].clone()
-                with count_bytes() as ledger:
-                    ranks.allreduce(mine, schedule, group=group)
-                torch.testing.assert_close(mine, total)
-                links = ledger.bytes.keys()
-                if {src for src, _ in links} != {rank} or not {dst for _, dst in links} <= set(
-                    order
-                ):
-                    complaints.append(f"ledger {ledger.bytes}")
+            total, mine = sum(data), data[me].clone()
+            with count_bytes() as ledger:
+                ranks.allreduce(mine, ring, group=group)
+            torch.testing.assert_close(mine, total)
+            if set(ledger.bytes) != {(rank, order[(me + 1) % len(order)])}:
+                complaints.append(f"ledger {ledger.bytes}")
             for src in order:
                 mine = data[me].clone()
                 ranks.broadcast(mine, src, group)
@@ -289,11 +276,6 @@ def test_groups_of_some_ranks(way):
             kind, text, *_ = attempt(ranks.allreduce, torch.ones(3 + odd), group=group)
             if kind != "MismatchError" or not all(f"rank {r}" in text for r in members):
                 complaints.append(f"{kind} {text}")
-        if rank == 0:
-            return complaints
-        late = attempt(ranks.barrier, group, timeout=0.3) if rank == 1 else None
-        if late and (late[0] != "PeerError" or set(late[2]) != {2, 3}):
-            complaints.append(late)
         return complaints
 
     assert launch(check, 4, timeout=LIMIT) == [[]] * 4
@@ -320,8 +302,6 @@ def to_itself(k):
 Unhashable = make_dataclass("Unhashable", [], namespace={"__call__": lambda self, k: ring(k)})
 DIFFERENCES = [  # what is called with t, usually and by the odd rank; what each says of it
     ("allreduce(t)", "broadcast(t)", "allreduce, sum", "broadcast, from"),
-    ("allreduce(t)", "reduce_scatter(t)", "allreduce, sum", "reduce_scatter, sum"),
-    ("allreduce(t)", "barrier()", "allreduce", "barrier"),
     ("barrier()", "all_gather_int(5)", "barrier", "all_gather_int"),
     ("allreduce(t)", "allreduce(t, op='max')", "sum", "max"),
     ("reduce_scatter(t, 'mean')", "reduce_scatter(t, 'product')", "mean", "product"),
@@ -378,22 +358,15 @@ def test_every_rank_learns_of_a_difference_and_the_group_goes_on(k, way):
 
 
 @both_ways
-def test_a_skipped_call_is_noticed(way):
+def test_a_call_that_only_one_rank_has_made_is_noticed(way):
     def check(rank, k):
         take(way)
-        loss, weights = torch.ones(1), torch.ones(3)
-        skipped = attempt(ranks.allreduce, weights if rank == 1 else loss)
-        ranks.allreduce(weights)
         if rank == 0:  # the same plan as the next one, but a call more: nobody waits for anything
-            ranks.broadcast(torch.ones(0), 0, check=False)
-        unchecked = attempt(ranks.broadcast, torch.ones(0))
-        return skipped[:2], loss.item(), weights.tolist(), unchecked[:2]
+            ranks.broadcast(torch.ones(0), check=False)
+        return attempt(ranks.broadcast, torch.ones(0))[:2]
 
-    for (kind, text), loss, weights, unchecked in launch(check, 3, timeout=LIMIT):
-        assert kind == "MismatchError" and "float32 [1]" in text and "float32 [3]" in text
-        assert (loss, weights) == (1.0, [3.0] * 3)
-        assert unchecked[0] == "MismatchError"
-        assert "rank 0, call 4" in unchecked[1] and "rank 1, call 3" in unchecked[1]
+    for kind, text in launch(check, 3, timeout=LIMIT):
+        assert kind == "MismatchError" and "rank 0, call 2" in text and "rank 1, call 1" in text
 
 
 def test_where_torch_is_silently_wrong_this_is_right_or_says_so():
@@ -463,10 +436,6 @@ def test_bad_arguments_are_refused_alike_on_all_ranks(way):
             kind, said, *_ = call(text if rank else "barrier()", torch.ones(4))
             if kind != "MismatchError" or f"{error}: " not in said:
                 complaints.append((kind, said))
-        for timeout in (0, -1.0, float("nan")):
-            kind, text, *_ = attempt(ranks.barrier, timeout=timeout)
-            if kind != "ValueError" or "timeout must be a positive number" not in text:
-                complaints.append((kind, text))
         tensor = torch.ones(3)
         ranks.allreduce(tensor)
         return complaints, tensor.tolist()
@@ -475,8 +444,7 @@ def test_bad_arguments_are_refused_alike_on_all_ranks(way):
 
 
 def test_without_a_process_group():
-    calls = [ranks.allreduce, ranks.reduce_scatter, ranks.all_gather, ranks.broadcast]
-    for call in [partial(call, torch.ones(2)) for call in calls] + [ranks.barrier]:
+    for call in (partial(ranks.send, torch.ones(2), 1), partial(ranks.receive, 1), ranks.barrier):
         with pytest.raises(ValueError, match="there is no process group: call this inside launch"):
             call()
 
@@ -485,13 +453,16 @@ def test_without_a_process_group():
 
 
 @both_ways
-@pytest.mark.parametrize("missing", [(2,), (1, 3)], ids=str)
+@pytest.mark.parametrize("missing", [(2,), (2, 3)], ids=str)
 def test_missing_ranks_are_named_by_all_others(missing, way):
     def check(rank, k):
         take(way)
         ranks.barrier()
         if rank in missing:  # it has returned, but stays connected
             return None
+        if missing == (2, 3) and way == "lanes":  # fill the one to rank 2, which takes nothing
+            for _ in range(2):
+                ranks.broadcast(torch.ones(2), check=False)
         first = attempt(ranks.allreduce, torch.ones(4), timeout=0.5)
         return first, attempt(ranks.allreduce, torch.ones(4), timeout=20)
 
@@ -501,46 +472,28 @@ def test_missing_ranks_are_named_by_all_others(missing, way):
             continue
         (kind, text, named, seconds), again = outcome
         assert kind == "PeerError" and named == missing
-        assert ("rank 2 " if len(missing) == 1 else "ranks 1, 3 ") in text
+        assert ("rank 2 " if len(missing) == 1 else "ranks 2, 3 ") in text
         assert 0.4 < seconds < 0.5 + SOON
         assert again[0] == "PeerError" and again[3] < SOON
         assert "of no more use" in again[1] and text in again[1]
 
 
-def test_all_missing_are_named_although_a_lane_is_full():
-    def check(rank, k):
-        if rank > 1:
-            return None
-        for _ in range(2):  # on its way to rank 2, which takes nothing
-            ranks.broadcast(torch.ones(2), check=False)
-        return attempt(ranks.barrier, timeout=0.5)
-
-    first, second, *_ = launch(check, 4, timeout=LIMIT)
-    assert first[2] == second[2] == (2, 3)
-
-
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_dead_rank_is_named_at_once(when, monkeypatch, capsys):
-    monkeypatch.setattr(launcher, "GRACE", 10)  # time to speak for the others
+    monkeypatch.setattr(launcher, "GRACE", 10)  # time to speak for the other
 
     def check(rank, k):
         take("messages")
         ranks.barrier()
+        time.sleep(0.3 * (rank == (when == "meanwhile")))
         if rank == 1:
-            time.sleep(0.3 * (when == "meanwhile"))
             os._exit(3)
-        time.sleep(0.3 * (when == "before"))
         kind, _, named, seconds = attempt(ranks.barrier, timeout=30)
-        again = attempt(ranks.barrier, timeout=1)[1]
-        print(kind, named, seconds < 0.3 + SOON, "of no more use" in again)
+        print(kind, named, seconds < 0.3 + SOON)
 
     with pytest.raises(RankError, match="rank 1: died"):
-        launch(check, 3, timeout=LIMIT)
-    first = [f"[rank {rank}] PeerError (1,) True True" for rank in (0, 2)]
-    # One that calls later may find that the other one has given up already, and name that.
-    later = [f"[rank {rank}] PeerError ({2 - rank},) True True" for rank in (0, 2)]
-    outcomes = first, [first[0], later[1]], [later[0], first[1]]
-    assert sorted(capsys.readouterr().out.splitlines()) in outcomes
+        launch(check, 2, timeout=LIMIT)
+    assert capsys.readouterr().out == "[rank 0] PeerError (1,) True\n"
 
 
 @pytest.mark.parametrize("timeouts", [(1.1, 0.9, 0.7), (0.7, 0.9, 1.1)], ids=["last", "first"])
@@ -583,9 +536,8 @@ def test_ranks_in_a_circle_name_the_one_that_has_stopped_and_nobody_itself(way):
 # A rank fails by itself. That stands for a full memory.
 
 
-def fails_once(place):
+def fails_once(home, name):
     """Let a function of this rank's collectives fail at its next call only."""
-    home, name = place
     function = getattr(home, name)
 
     def fail(*args, **kwargs):
@@ -601,14 +553,14 @@ def fails_once(place):
 def test_a_rank_that_fails_is_named_and_nobody_takes_its_note_for_data(schedule, way, bad, k):
     def check(rank, k):
         places = [(collectives, "messages_of"), (collectives._Call, "exchange")]
-        places += [(collectives, "divide"), (collectives, "put_back")]
+        places += [(collectives, "put_back")]
         found = {}
         for place in places:
             group, outcomes = dist.new_group() if found else None, []
             take(way, group)
             for step in range(3):
                 if rank == bad and step == 1:
-                    fails_once(place)
+                    fails_once(*place)
                 tensor = torch.full((8,), rank + 1.0)
                 outcome = attempt(ranks.allreduce, tensor, schedule, group=group, timeout=60)
                 outcomes.append((*outcome[:3], tensor.unique().tolist()))
@@ -631,7 +583,7 @@ def test_a_rank_that_fails_is_named_and_nobody_takes_its_note_for_data(schedule,
         along = (place, schedule, way) == ("exchange", star, "lanes") and bad != 0
         for kind, _, named, numbers in outcomes[1:]:
             if kind == "ok":  # the other one had sent all its messages before it failed
-                assert numbers == total and (along or place in ("divide", "put_back"))
+                assert numbers == total and (along or place == "put_back")
             elif named:
                 assert (kind == "PeerError" and bad in named) or way == "messages"
         assert outcomes[2][0] == "PeerError"
@@ -641,18 +593,17 @@ def test_a_rank_that_fails_is_named_and_nobody_takes_its_note_for_data(schedule,
 
 
 @both_ways
-@pytest.mark.parametrize("checked", [True, False])
-def test_a_call_beside_that_of_another_thread_is_refused_and_all_ranks_learn_of_it(checked, way):
+def test_a_call_beside_that_of_another_thread_is_refused_and_all_ranks_learn_of_it(way):
     def check(rank, k):
         take(way)
         ranks.barrier()
         transport, beside = ranks.member_of(None, None)[0].transport, dist.new_group()
-        call = partial(attempt, ranks.allreduce, torch.ones(3), check=checked, label="A")
+        call = partial(attempt, ranks.allreduce, torch.ones(3), label="A")
         if rank:
             dist.recv(torch.empty(1), 0, beside)  # not before rank 0 has given up
-            return call(timeout=60)
+            return call()
         outcomes = []
-        thread = threading.Thread(target=lambda: outcomes.append(call(timeout=60)), name="first")
+        thread = threading.Thread(target=lambda: outcomes.append(call()), name="first")
         thread.start()
         while not transport.under_way:
             time.sleep(0.01)
@@ -675,28 +626,21 @@ def test_a_call_beside_that_of_another_thread_is_refused_and_all_ranks_learn_of_
 def test_threads_may_call_one_after_the_other_and_each_in_a_group_of_its_own(way):
     def check(rank, k):
         take(way)
-        groups, sums = [None, dist.new_group()], []
-
-        def work(group, number, turns):
-            for _ in range(turns):
-                tensor = torch.full((3,), number)
-                ranks.allreduce(tensor, group=group)
-                sums.append((number, tensor.unique().tolist()))
-
-        for number in (1.0, 2.0):
-            thread = threading.Thread(target=work, args=(None, number, 3))
-            thread.start()
-            thread.join()
+        groups = [None, dist.new_group()]
         ranks.barrier(groups[1])
-        threads = [threading.Thread(target=work, args=(g, 3.0, 50)) for g in groups]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return sums
 
-    for sums in launch(check, 2, timeout=LIMIT):
-        assert sums == [(1.0, [2.0])] * 3 + [(2.0, [4.0])] * 3 + [(3.0, [6.0])] * 100
+        def work(group):
+            tensors = [torch.full((3,), float(i)) for i in range(50)]
+            for tensor in tensors:
+                ranks.allreduce(tensor, group=group)
+            return torch.stack(tensors).tolist()
+
+        with ThreadPoolExecutor(1) as executor:
+            found = [executor.submit(work, None).result()]
+        with ThreadPoolExecutor(2) as executor:
+            return found + list(executor.map(work, groups))
+
+    assert launch(check, 2, timeout=LIMIT) == [[[[2.0 * i] * 3 for i in range(50)]] * 3] * 2
 
 
 # What is counted.

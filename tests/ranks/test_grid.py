@@ -1,9 +1,11 @@
 """Ranks in rows and columns: two ways of splitting at once, and the weights of one process."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, attempt, distance
+from helpers import LIMIT, attempt, clones, distance
 from torch import nn
 from torch.nn import functional as F
 
@@ -81,62 +83,56 @@ def test_a_grid_of_another_size_than_the_world_is_an_error():
 # Two ways at once
 
 
-@pytest.mark.parametrize("averages", [True, False])
-def test_data_by_tensor_parallel_lenet_gets_the_weights_of_one_process(averages):
-    def run(rank, world_size):
-        row, column = make_grid(2, 2)
-        params = [p.double() for p in init_params(0.1, torch.Generator().manual_seed(3))]
-        whole = [param.clone().requires_grad_() for param in params]
-        train_whole(lambda X: lenet(X, whole), whole)
-        net = TensorParallelLeNet(params, row)
-        replica = DistributedDataParallel(net, process_group=column) if averages else net
-        for X, y in batches():
-            X, y = (rows.tensor_split(2)[dist.get_rank(column)] for rows in (X, y))
-            F.cross_entropy(replica(X), y).backward()
-            step(net.params)
-        part = dist.get_rank(row)
-        theirs = [
-            p if dim is None else p.tensor_split(2, dim)[part]
-            for p, dim in zip(whole, LENET_CUTS, strict=True)
-        ]
-        return distance(net.params, theirs), distance(whole, params)
-
-    for from_whole, moved in launch(run, 4, timeout=LIMIT):
-        assert moved > 1e-2, "nothing was trained"
-        assert from_whole < 1e-12 if averages else from_whole > 1e-3
+def tensor_split(row, column, averages):
+    """A LeNet cut among the ranks of a row: its parameters, what computes gradients, the whole."""
+    params = [p.double() for p in init_params(0.1, torch.Generator().manual_seed(3))]
+    whole = [param.clone().requires_grad_() for param in params]
+    train_whole(lambda X: lenet(X, whole), whole)
+    part = dist.get_rank(row)
+    theirs = [
+        p if dim is None else p.tensor_split(2, dim)[part]
+        for p, dim in zip(whole, LENET_CUTS, strict=True)
+    ]
+    net = TensorParallelLeNet(params, row)
+    replica = DistributedDataParallel(net, process_group=column) if averages else net
+    return net.params, lambda X, y: F.cross_entropy(replica(X), y).backward(), theirs
 
 
-def lenet_of_layers():
+def pipelined(row, column, averages):
+    """The same of a LeNet whose layers are shared out among the ranks of a row."""
     model = nn.Sequential(
         *(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
         *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2)),
         *(nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10)),
-    )
-    params = init_params(0.1, torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        for mine, given in zip(model.parameters(), params, strict=True):
-            mine.copy_(given.T if given.dim() == 2 else given)
-    return model.double()
+    ).double()
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.1)
+    whole, number = copy.deepcopy(model), dist.get_rank(row)
+    train_whole(whole, list(whole.parameters()))
+    stage = cut(model, 2)[number]
+    replica = NaiveDistributedDataParallel(stage, column)
+    pipeline = DistributedPipeline(replica, nn.CrossEntropyLoss(), 4, group=row)
+
+    def add_gradients(X, y):
+        pipeline.forward_backward(X, y)
+        if averages:
+            replica.average_gradients()
+
+    return list(stage.parameters()), add_gradients, list(cut(whole, 2)[number].parameters())
 
 
 @pytest.mark.parametrize("averages", [True, False])
-def test_data_by_pipeline_gets_the_weights_of_one_process(averages):
+@pytest.mark.parametrize("split", [tensor_split, pipelined])
+def test_two_ways_at_once_get_the_weights_of_one_process(split, averages):
     def run(rank, world_size):
+        torch.manual_seed(3)
         row, column = make_grid(2, 2)
-        whole, number = lenet_of_layers(), dist.get_rank(row)
-        train_whole(whole, list(whole.parameters()))
-        theirs = list(cut(whole, 2)[number].parameters())
-        stage = cut(lenet_of_layers(), 2)[number]
-        before = [param.detach().clone() for param in stage.parameters()]
-        replica = NaiveDistributedDataParallel(stage, column)
-        pipeline = DistributedPipeline(replica, nn.CrossEntropyLoss(), 4, group=row)
+        params, add_gradients, theirs = split(row, column, averages)
+        before = clones(params)
         for X, y in batches():
-            X, y = (rows.tensor_split(2)[dist.get_rank(column)] for rows in (X, y))
-            pipeline.forward_backward(X, y)
-            if averages:
-                replica.average_gradients()
-            step(stage.parameters())
-        return distance(stage.parameters(), theirs), distance(before, theirs)
+            add_gradients(*(rows.tensor_split(2)[dist.get_rank(column)] for rows in (X, y)))
+            step(params)
+        return distance(params, theirs), distance(before, theirs)
 
     for from_whole, moved in launch(run, 4, timeout=LIMIT):
         assert moved > 1e-2, "nothing was trained"
