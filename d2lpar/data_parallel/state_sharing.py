@@ -20,9 +20,10 @@ MESSAGE_BYTES = 250 * 2**20  # as in torch: where a message has several tensors,
 def share_state(
     module: nn.Module, group: dist.ProcessGroup | None = None, buffers: bool = True
 ) -> None:
-    """Copy parameters and, if ``buffers``, buffers of the group's first rank into all, in place.
+    """Check that all ranks have the same module, and copy rank 0's state into it in place.
 
-    Where the modules differ, every rank raises a ValueError that names the first difference.
+    Rank 0 is the first one of ``group``. Where modules differ, every rank raises a ValueError that
+    names the first difference.
     """
     state = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
     mine = "\n".join(f"{name}, {_describe(tensor)}" for name, tensor in state)
