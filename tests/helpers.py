@@ -1,7 +1,7 @@
 """What tests of several rooms share. It travels to ranks by value, as the tests themselves do."""
 
 import time
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import pytest
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from d2lpar import ranks
+from d2lpar.ranks.launcher import launch
 
 LIMIT = 60  # seconds for a launch that takes less than one
 MEAN = 1.5
@@ -93,3 +94,27 @@ def linear():
 def rows(rank):
     """A batch for ``linear``."""
     return torch.full((1, 1), rank + 1.0)
+
+
+def gradient(module):
+    """The gradient of a module's first parameter, which is one number."""
+    return next(module.parameters()).grad.item()
+
+
+def breaks(layer):
+    """Let backward break off behind a layer, by a ZeroDivisionError."""
+    return layer.register_forward_hook(
+        lambda module, inputs, output: (output.register_hook(lambda grad: 1 / 0), output)[1]
+    )
+
+
+def on_ranks(world_size, checks):
+    """A test for each check(rank, world_size), of which all run in one launch."""
+    by_name = {check.__name__: check for check in checks}
+    found = cache(lambda: launch(attempts, world_size, by_name, timeout=LIMIT))
+
+    @pytest.mark.parametrize("name", by_name)
+    def test(name):
+        assert [of_rank[name] for of_rank in found()] == [("ok", None)] * world_size
+
+    return test

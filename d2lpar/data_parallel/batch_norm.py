@@ -44,12 +44,7 @@ class SyncBatchNorm(_BatchNorm):
     ``throw_on_early_termination``. Inside DistributedDataParallel the gradients of weight and bias
     are averaged like all others. Where ranks differ in their rows, weight each rank's loss by
     rows · k / all rows, and not its gradients (``weight="rows"`` is refused): they contain the
-    other ranks' losses. Arguments are those of ``torch.nn.SyncBatchNorm``; ``process_group`` None
-    means all ranks.
-
-    Raises:
-        ValueError: X has not 2 dimensions or more, has other channels than ``num_features``, or
-            there is no more than one value per channel on all ranks together.
+    other ranks' losses. Arguments are those of ``torch.nn.SyncBatchNorm``.
     """
 
     def __init__(

@@ -7,7 +7,6 @@ file. Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data 
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -29,10 +28,7 @@ from .uneven import AVERAGES, PRESENT, Join, naming_join, num_rows
 
 
 class NaiveDistributedDataParallel(nn.Module):
-    """The replica of a module on one rank; call ``average_gradients`` after each backward.
-
-    Raises what ``share_state`` raises.
-    """
+    """The replica of a module on one rank; call ``average_gradients`` after each backward."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None):
         super().__init__()
@@ -65,17 +61,18 @@ class DistributedDataParallel(nn.Module):
     It takes what ``torch.nn.parallel.DistributedDataParallel`` takes, and means the same by it.
     Parameters may be frozen, tied, unused, and used by some ranks only; one that no rank has used
     keeps a ``.grad`` of None. A copy (``copy.deepcopy``, pickle, ``torch.save``) is a wrapper of
-    its own, without a communication hook.
+    its own, without a communication hook; it needs ``process_group`` to be all ranks.
 
     Not as in torch: every backward pass through an output averages, not only the first one after a
     forward pass. With ``use_reentrant=True`` a layer may be checkpointed once in a pass. Hooks on
     gradients must be registered before, since a gradient may be sent as soon as it is there. The
-    first three objects get lanes, further ones send messages.
+    first three objects get lanes, further ones send messages. ``output_device``, ``dim``,
+    ``find_unused_parameters``, ``static_graph``, ``check_reduction`` and ``batched_grad_copy`` make
+    no difference. Arguments that are not named here are refused. ``weight`` is ours.
 
     Args:
-        module: of the same parameters and buffers on all ranks, none of them lazy.
+        module: of the same parameters and buffers on all ranks; else all raise a ValueError.
         device_ids: None, or a list of the one GPU on which the module is; inputs are moved to it.
-        output_device, dim: taken, and kept as attributes, as in torch.
         broadcast_buffers: whether buffers become rank 0's, now and before each forward pass that
             follows one with gradients; None: yes.
         init_sync: whether to compare the ranks' modules, and to copy rank 0's state, now.
@@ -83,30 +80,14 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: the size of a bucket in MiB, None: 25; a larger parameter has its own.
         gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy, and
             are written over in the next backward pass.
-        find_unused_parameters, static_graph, check_reduction, batched_grad_copy: taken; they make
-            no difference.
-        forward_sync_buffers: takes the place of ``broadcast_buffers`` for the forward passes, where
-            it is given; buffers are then shared at construction, too, as in torch.
-        delay_all_reduce_named_params, …: what is not named here is refused.
-        weight: ours. "equal": the mean over ranks, as in torch. "rows": each rank counts by its
-            rows (dimension 0 of forward's first tensor), which makes of a loss that is a mean over
-            the rank's rows the mean over all rows. The rows of several forward passes add up, also
-            those of one that has gradients enabled and then no backward pass.
-        group: the first edition's name of ``process_group``.
+        forward_sync_buffers: takes the place of ``broadcast_buffers`` for the forward passes.
+        weight: "equal": the mean over ranks, as in torch. "rows": each rank counts by its rows
+            (dimension 0 of forward's first tensor): the mean over a rank's rows becomes the mean
+            over all rows. The rows of several forward passes add up, until one backward pass ends.
 
     Attributes:
         require_backward_grad_sync: what ``no_sync`` sets to False.
         timeline: None; a list here is given (bucket, begin, end) in seconds for each message.
-
-    Raises:
-        ValueError: on every rank, when the modules differ, naming the first difference; no
-            parameter requires gradients, or one is lazy; an argument is out of range; from a call,
-            when a parameter was unfrozen; from ``backward``, when a gradient is sparse.
-        TypeError: an argument is of the wrong type, or in another one's place.
-        NotImplementedError: an argument is refused.
-        RuntimeError: from ``backward``, with ``create_graph``, or when a gradient comes twice; from
-            a copy, when ``process_group`` is not all ranks.
-        MismatchError, PeerError: see ``ranks.allreduce``; from ``backward`` too.
     """
 
     @checked(check_ddp)
@@ -134,31 +115,25 @@ class DistributedDataParallel(nn.Module):
         forward_sync_buffers: bool | None = None,
         *,
         weight: str = "equal",
-        group: dist.ProcessGroup | None = None,
     ):
         super().__init__()
-        if group is not None:
-            warnings.warn("group is now process_group", DeprecationWarning, stacklevel=3)
         self.module, self.dim, self.static_graph = module, dim, static_graph
         self.device_ids, self.output_device = gpu_numbers(device_ids, output_device)
-        self.process_group = process_group or group or dist.group.WORLD
+        self.process_group = process_group or dist.group.WORLD
         self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.broadcast_buffers = broadcast_buffers is not False
         self._by_rows = weight == "rows"
         if init_sync:
-            self._begin_alike(self.broadcast_buffers or forward_sync_buffers is not None)
+            buffers = self.broadcast_buffers or forward_sync_buffers is not None
+            share_state(self.module, self.process_group, buffers)
+            if len(set(ranks.all_gather_int(int(self._by_rows), self.process_group))) > 1:
+                raise ValueError(f"weight is {weight!r} on this rank, but not on all")
         if forward_sync_buffers is not None:
             self.broadcast_buffers = forward_sync_buffers
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._attach()
-
-    def _begin_alike(self, buffers: bool) -> None:
-        share_state(self.module, self.process_group, buffers)
-        if len(set(ranks.all_gather_int(int(self._by_rows), self.process_group))) > 1:
-            mine = "rows" if self._by_rows else "equal"
-            raise ValueError(f"weight is {mine!r} on this rank, but not on all")
 
     def _attach(self) -> None:
         """Give the parameters their hooks."""
@@ -203,10 +178,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let each rank add up gradients alone, for the forward passes that are made inside.
-
-        The first backward pass of a forward made outside then averages the sums, as in torch.
-        """
+        """Let each rank add up gradients alone, for the forward passes that are made inside."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -217,14 +189,9 @@ class DistributedDataParallel(nn.Module):
         """Let ``hook(state, bucket)`` reduce each bucket, and return a ``torch.futures.Future``.
 
         The future's tensor takes the place of ``bucket.buffer()``, which is not yet divided by the
-        number of ranks. ``bucket`` has the methods of torch's ``GradBucket``. The hook is called by
-        backward, for one bucket after the other: until it returns, backward waits.
-
-        Raises:
-            TypeError: hook is no function; from backward, it has returned no future.
-            TimeoutError: from backward, the future has no result within the group's time limit.
-            RuntimeError: there is one already.
-            ValueError: weight is "rows", for which we reduce ourselves.
+        number of ranks. ``bucket`` has the methods of torch's ``GradBucket``. Backward calls the
+        hook for one bucket after the other, and waits until it returns; for its future no longer
+        than the group's time limit.
         """
         if not callable(hook):
             raise TypeError(f"hook must be a function, not {hook!r}")
@@ -256,12 +223,11 @@ class DistributedDataParallel(nn.Module):
 
         A rank that has left the loop goes on to send zeros until all have left; then all take the
         parameters of a rank that was among the last, and its buffers if they are broadcast. The sum
-        of gradients is divided by the number of all ranks, or, if ``divide_by_initial_world_size``
-        is False, by that of the ranks that still have batches. With ``weight="rows"`` it is always
-        divided by the rows. If ``throw_on_early_termination``, all raise a RuntimeError as soon as
-        one has left the loop. Unless ``enable``, nothing is done.
-
-        Every forward pass with gradients enabled must be followed by its backward pass.
+        of gradients is divided by the number of all ranks, or, unless
+        ``divide_by_initial_world_size``, by that of the ranks that still have batches; with
+        ``weight="rows"`` by the rows. If ``throw_on_early_termination``, all raise a RuntimeError
+        as soon as one has left the loop. Every forward pass with gradients enabled must be followed
+        by its backward pass.
         """
         if not enable:
             yield

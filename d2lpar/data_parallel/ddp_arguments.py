@@ -22,9 +22,9 @@ REFUSED = (
 
 
 def check_arguments(
-    *, module, device_ids, init_sync, process_group, bucket_cap_mb, weight, group, **others
+    *, module, device_ids, init_sync, process_group, bucket_cap_mb, weight, **others
 ) -> None:
-    """Raise the errors that ``DistributedDataParallel`` names, unless its arguments are good."""
+    """Refuse what ``DistributedDataParallel`` does not support, and what cannot be meant."""
     for name in REFUSED:
         if others[name] is not None and others[name] is not False:
             raise NotImplementedError(
@@ -33,9 +33,7 @@ def check_arguments(
             )
     if any(isinstance(value, dist.ProcessGroup) for value in (device_ids, init_sync)):
         raise TypeError("pass the process group as process_group=")  # the sixth in torch 2.6
-    if group is not None and process_group is not None:
-        raise TypeError("group is the old name of process_group: pass one of them")
-    check_group(process_group or group)
+    check_group(process_group)
     if weight not in ("equal", "rows"):
         raise ValueError(f'weight must be "equal" or "rows", not {weight!r}')
     if bucket_cap_mb is not None and not bucket_cap_mb > 0:
@@ -45,7 +43,7 @@ def check_arguments(
 
 
 def check_module(module: nn.Module, weight: str) -> None:
-    """Raise ValueError where something is lazy, nothing is trained, or ``weight`` does not fit."""
+    """Refuse a module that is lazy, has nothing to train, or does not fit to ``weight``."""
     norms = (SyncBatchNorm, nn.SyncBatchNorm)
     if weight == "rows" and any(isinstance(part, norms) for part in module.modules()):
         raise ValueError(
@@ -60,7 +58,7 @@ def check_module(module: nn.Module, weight: str) -> None:
 
 
 def check_gpu(module: nn.Module, device_ids, output_device) -> None:
-    """Raise an error unless ``device_ids`` is a list of the one GPU on which the module is."""
+    """Refuse ``device_ids`` that are not a list of the one GPU on which the module is."""
     if not isinstance(device_ids, (list, tuple, type(None))):
         raise TypeError(f"device_ids must be a list of one GPU, such as [0], not {device_ids!r}")
     devices = {param.device for param in module.parameters()}

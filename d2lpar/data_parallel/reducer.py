@@ -41,10 +41,6 @@ class Reducer:
     Its hooks, its thread and its line go with it. On a GPU messages travel in a stream of their
     own, which waits for the gradients' streams, and for which the caller's waits. That was not run
     on a GPU.
-
-    Attributes:
-        comm_hook: None, or a function of a bucket that takes the place of the allreduce.
-        timeline: None; a list here is given (bucket, begin, end) in seconds for each message.
     """
 
     def __init__(
@@ -57,8 +53,8 @@ class Reducer:
     ):
         self.group, self.by_rows, self.as_view = group, by_rows, as_view
         self.buckets = make_buckets(params, bucket_cap_mb)
-        self.comm_hook: Callable[[Bucket], torch.futures.Future] | None = None
-        self.timeline: list | None = None
+        self.comm_hook: Callable[[Bucket], torch.futures.Future] | None = None  # for the allreduce
+        self.timeline: list | None = None  # of (bucket, begin, end) in seconds, for each message
         self._line: Member | None = None  # in which the buckets' order is that of the messages
         self._lock = Lock()  # autograd has a thread for each device, and all call the hooks
         self._streams = {  # of the messages, one per GPU

@@ -20,24 +20,14 @@ class DistributedSampler(Sampler[int]):
     """The indices of the examples of one rank, for a ``DataLoader``'s ``sampler=``.
 
     All ranks have equally many, as with torch's: where the examples do not suffice, the order is
-    continued from its beginning. With ``pad=False`` no example is repeated, and a rank may have one
-    less than rank 0, and so a batch less: a loop with a collective call in every batch must then
-    let all ranks make as many steps as rank 0, or use ``DistributedDataParallel.join``.
+    continued from its beginning, or, with ``drop_last``, cut short. With ``pad=False``, which is
+    ours, no example is repeated, and a rank may have one less than rank 0, and so a batch less: use
+    ``DistributedDataParallel.join``, or let all ranks make as many steps as rank 0.
 
-    Call ``set_epoch`` before every epoch: without it, every pass has the same order.
-
-    Args:
-        dataset: the examples, or anything else with their number as its length.
-        num_replicas: the number of ranks. None: as many as are in the default process group.
-        rank: the rank that reads. None: this process's rank in the default process group.
-        shuffle: False keeps the order of the data set, in every epoch.
-        seed: of the order of the examples; it must be the same on all ranks.
-        drop_last: leave out the last examples of the order, instead of repeating some.
-        pad: False deals out each example exactly once. This is ours, not torch's.
-
-    Attributes:
-        num_samples: how many examples this rank has in an epoch.
-        total_size: how many all ranks have together.
+    Without ``num_replicas`` and ``rank`` those of the default process group are taken. ``seed``
+    must be the same on all ranks. Call ``set_epoch`` before every epoch: without it, every pass has
+    the same order. ``num_samples`` is how many examples this rank has in an epoch, ``total_size``
+    how many all have.
     """
 
     def __init__(
@@ -68,10 +58,8 @@ class DistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Take the order of ``epoch``, from this rank's example number ``start`` on.
 
-        ``start``, which torch's has not, is for a resume in the middle of an epoch: how many of its
-        examples this rank has used already. It holds until the next ``set_epoch``. The sampler does
-        not count them itself: a ``DataLoader`` with workers reads ahead, so only the training loop
-        knows what was used.
+        ``start``, which is ours, is for a resume: how many examples the training loop has used (the
+        sampler cannot know: a ``DataLoader`` with workers reads ahead). The next call resets it.
         """
         if not 0 <= start <= self.num_samples:
             raise ValueError(f"start must be from 0 to {self.num_samples}, not {start!r}")

@@ -121,8 +121,8 @@ class autocast(TorchFunctionMode):
     they compute under ``torch.autocast``, to the last bit, gradients included. Only tensors of
     ``device_type`` are cast, and of those neither float64 nor integers. A float32 weight (a leaf
     that requires gradients) is cast once, however often it is used, and its cast is forgotten at
-    the end of the outermost region, since the optimiser is about to change the weight: end the
-    region before ``backward``. Calls with ``out=`` and functions that work in place cast nothing.
+    the end of the outermost region: end it before ``backward``. Calls with ``out=`` and functions
+    that work in place cast nothing.
 
     A function mode sees the functions that Python calls, but not what those call inside. So
     ``nn.MultiheadAttention``, the recurrent layers, ``nn.Bilinear`` and others compute in float32,
@@ -136,15 +136,11 @@ class autocast(TorchFunctionMode):
         device_type: "cpu" or "cuda", which differ in their lists.
         dtype: torch.float16 or torch.bfloat16; None: as in the region around, or else bfloat16 on
             CPUs, float16 on GPUs. With another type nothing is cast, and a warning says so.
-        enabled: False: nothing is cast inside, whatever region this one is in.
+        enabled: False: nothing is cast inside, also within another region.
         cache_enabled: whether casts of weights are kept; None: as in the region around.
         emulate: compute products in float32, from arguments rounded to 16 bits, and round the
-            result, as tensor cores do. On a CPU without 16-bit arithmetic this is much faster than
-            computing in 16 bits. It saves less memory.
-
-    Raises:
-        ValueError: there are no lists for ``device_type``.
-        TypeError: ``dtype`` is no dtype.
+            result, as tensor cores do: much faster on a CPU without 16-bit arithmetic, but it saves
+            less memory.
     """
 
     def __init__(

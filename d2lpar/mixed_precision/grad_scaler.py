@@ -8,7 +8,7 @@ al., "Mixed Precision Training" (ICLR 2018), ``torch.amp.GradScaler`` and NVIDIA
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,19 +30,11 @@ class GradScaler:
     ``backoff_factor`` 1 the scale is static.
 
     Args:
-        device: where losses are, "cpu" or "cuda"; taken as torch takes it, and not needed.
-        init_scale: the first scale.
-        growth_factor: what the scale is multiplied by when it grows, at least 1.
-        backoff_factor: what it is multiplied by after a skipped step, at most 1.
-        growth_interval: the number of good steps in a row after which it grows.
+        device: taken as torch takes it, and not needed.
         enabled: False: nothing is scaled or skipped.
         group: whose ranks agree on whether a step is skipped. Needed where ranks hold different
             gradients, such as parts of one model; after DistributedDataParallel's average an
             infinity is on all ranks. None: this process decides alone.
-
-    Raises:
-        ValueError: a factor is on the wrong side of 1, or another number is not positive.
-        TypeError: ``device`` is no string.
     """
 
     def __init__(
@@ -99,14 +91,10 @@ class GradScaler:
 
         ``step`` does it where it has not been done. Call it before what reads gradients, such as
         ``clip_grad_norm_``, and then read those of the parameters in ``optimizer.param_groups``: of
-        a ``MasterWeights`` they are float32 copies, and those of the model stay as they were.
-
-        Raises:
-            RuntimeError: it was called already since the last ``update``, or no parameter has a
-                gradient.
-            ValueError: a gradient is float16, in which unscaling would round it to zero again.
+        a ``MasterWeights`` they are float32 copies. Gradients in float16, which unscaling would
+        round to zero again, are refused.
         """
-        if self._enabled and optimizer in self._found:
+        if optimizer in self._found:
             raise RuntimeError(
                 "unscale_ or step was called already for this optimiser since update"
             )
@@ -131,7 +119,7 @@ class GradScaler:
             ranks.allreduce(found, op="max", group=self.group, label="found_inf")
         self._found[optimizer] = bool(found)
 
-    def _divide(self, grads: Iterable[torch.Tensor]) -> torch.Tensor:
+    def _divide(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """Divide by the scale, in place; return 1 if something is not finite, else 0."""
         inverse, found = self._scale.double().reciprocal().float(), torch.zeros(())
         for grad in grads:
@@ -141,12 +129,7 @@ class GradScaler:
         return found.cpu()
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale, where that was not done, and step unless a gradient is infinite or NaN.
-
-        Returns what ``optimizer.step`` returns; None where the step is skipped. Raises RuntimeError
-        when called twice for an optimiser without ``update``, and for a closure, which would
-        compute gradients that nobody has unscaled.
-        """
+        """Return what ``optimizer.step`` does; None where a gradient is infinite or NaN."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if args or "closure" in kwargs:
@@ -162,11 +145,8 @@ class GradScaler:
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Choose the next scale, or take ``new_scale``: once after the step of every optimiser.
 
-        Raises:
-            RuntimeError: no step, nor ``unscale_``, came before.
-            ValueError: ``new_scale`` is not a positive number.
-            FloatingPointError: the scale has fallen below 2^-24. Where gradients are still not
-                finite, the loss is NaN or infinite itself, and no scale mends it.
+        Raises FloatingPointError, which torch's does not, when the scale has fallen below 2^-24:
+        where gradients are still not finite, the loss is NaN or infinite, and no scale mends it.
         """
         if not self._enabled:
             return
@@ -220,13 +200,12 @@ def predivide(factor: float) -> Callable[..., torch.futures.Future[torch.Tensor]
 
     ``dist.all_reduce``, and with it torch's DistributedDataParallel, adds in float16, of which the
     largest is 65,504: 64 gradients of 2,000 add up to more. If each is divided by 64 first, the
-    small ones are rounded to zero. Division by the square root of the number of ranks, before and
-    again after, does half of either. It is ``gradient_predivide_factor`` of apex's
-    DistributedDataParallel. Our own collectives and buckets widen 16 bits and need none of this.
+    small ones are rounded to zero. A factor of √k for k ranks, before and again after, does half of
+    either: the sum is divided by k / factor. It is apex's ``gradient_predivide_factor``. Our own
+    collectives and buckets widen 16 bits and need none of this.
 
     For ``model.register_comm_hook(process_group, predivide(factor))``, where ``model`` is torch's
-    DistributedDataParallel or ours, and ``process_group`` None means all ranks. The sum over k
-    ranks is divided by k / factor afterwards: 1 divides all at the end, k all at the beginning.
+    DistributedDataParallel or ours, and ``process_group`` None means all ranks.
     """
     if not 0 < factor < math.inf:
         raise ValueError(f"factor has to be positive, not {factor}")

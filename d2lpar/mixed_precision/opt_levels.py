@@ -59,7 +59,7 @@ def check_initialize(
     dtype=torch.float16,
     emulate=False,
 ):
-    """Refuse what no level is, and a model or an optimiser for which it is too late."""
+    """Refuse what no level has, and a model or an optimiser for which it is too late."""
     if opt_level not in LEVELS:
         raise ValueError(f"opt_level has to be one of {', '.join(LEVELS)}, not {opt_level!r}")
     if dtype not in LOW_DTYPES:
@@ -104,32 +104,15 @@ def initialize(
 ) -> tuple[nn.Module, Optimizer, GradScaler]:
     """Return the model, an optimiser and a GradScaler, made ready for an opt level.
 
-    The model is changed in place; wrap it in DistributedDataParallel afterwards. Its outputs are
+    The float32 model is changed in place; wrap it in DistributedDataParallel afterwards, or in this
+    module's DataParallel (replicas of torch's would call the original's forward). Its outputs are
     float32, in any structure of tuples, lists and dicts. In O2 the optimiser returned is a
-    ``MasterWeights`` around yours: use that one, and clip the gradients of what its
-    ``param_groups`` hold, after ``scaler.unscale_``. Then train as with ``torch.amp``:
-    ``scaler.scale(loss)``, ``scaler.step(optimizer)``, ``scaler.update()``. A static scale also
+    ``MasterWeights`` around yours. Train as with ``torch.amp.GradScaler``. A static scale also
     skips steps that overflow, and a dynamic one has no ceiling; apex did not, and stopped at 2^24.
-    Replicas of ``torch.nn.DataParallel`` on several GPUs would call the original's forward: use
-    this module's.
 
-    Args:
-        model: with float32 parameters.
-        optimizer: of the model's parameters.
-        opt_level: "O0", "O1", "O2" or "O3".
-        loss_scale: "dynamic" or a number, which is kept; 1 scales nothing and skips no step. None:
-            as the level has it, and 1 for bfloat16, whose range is float32's.
-        keep_batchnorm_fp32: for O2 and O3: whether BatchNorm keeps float32 parameters and buffers.
-            None: as the level has it.
-        dtype: torch.float16 or torch.bfloat16.
-        emulate: compute products as ``autocast`` does with ``emulate``.
-
-    Raises:
-        ValueError: an argument is none of these; or in O3 a loss is to be scaled, whose float16
-            gradients unscaling would round to zero again.
-        TypeError: the model is wrapped for several devices already, its parameters are not
-            float32, or ``optimizer`` is none.
-        RuntimeError: in O3, the optimiser has made a step.
+    What is None is as the level has it. ``loss_scale`` may be "dynamic" or a number, which is kept;
+    1, which bfloat16 has by itself, scales nothing and skips no step. ``keep_batchnorm_fp32`` is
+    for O2 and O3, ``dtype`` torch.float16 or torch.bfloat16, and ``emulate`` that of ``autocast``.
     """
     level = LEVELS[opt_level]
     casts_model = level.cast_model_type in LOW_DTYPES
@@ -169,10 +152,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool = True) -> None:
-    """Cast parameters and buffers to 16 bits, in place; BatchNorm's may stay float32.
-
-    Every parameter stays the same object, so tied weights stay tied and an optimiser has them.
-    """
+    """Cast parameters, which stay the same objects, and buffers; BatchNorm's may stay float32."""
     for part in model.modules():
         if keep_batchnorm_fp32 and isinstance(part, _BatchNorm):
             continue
@@ -186,20 +166,17 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool =
 class MasterWeights(Optimizer):
     """An optimiser of float32 copies of 16-bit parameters, into which they are rounded back.
 
-    ``step`` takes the parameters' gradients to the copies, in float32, steps there, and rounds the
-    copies into the parameters. A step that is too small for 16 bits is not lost: it adds up in the
-    copies, which ``param_groups`` holds: learning-rate schedulers work, and ``clip_grad_norm_`` on
-    what it holds does, after ``scaler.unscale_``. A parameter that was written since the last step
-    (a loaded state, another rank's weights) is taken over before the next.
-
-    Args:
-        optimizer: of parameters of which some have 16 bits; it trains the copies from now on.
+    ``step`` takes the parameters' gradients to the copies, steps there, and rounds the copies into
+    the parameters; small steps add up in the copies. ``param_groups`` holds them: clip *their*
+    gradients, after ``scaler.unscale_``. A parameter that was written since the last step (a loaded
+    state, another rank's weights) is taken over before the next. Parameters of 32 bits are their
+    own masters. ``optimizer`` is used from now on.
     """
 
     def __init__(self, optimizer: Optimizer):
         self.optimizer = optimizer
         self.masters: dict[torch.Tensor, nn.Parameter] = {}  # by 16-bit parameter
-        self._has_gradients = False  # taken from the parameters since the last step
+        self._taken: tuple | None = None  # which gradients the masters have since the last step
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
 
@@ -218,27 +195,32 @@ class MasterWeights(Optimizer):
         self.masters[param] = master
         return master
 
+    def _gradients(self) -> tuple:
+        """Return marks of the gradients, which change as these do, and themselves: ids are kept."""
+        grads = [param.grad for param in self.masters]
+        return [(id(grad), getattr(grad, "_version", 0)) for grad in grads], grads
+
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Give the masters the parameters' gradients, in float32; else ``step`` does it."""
+        """Give the masters the parameters' gradients, in float32; ``step`` does it where needed."""
         for param, master in self.masters.items():
             if not torch.equal(param, master.to(param.dtype)):  # written since the last step
                 master.copy_(param)
             master.grad = None if param.grad is None else param.grad.float()
-        self._has_gradients = True
+        self._taken = self._gradients()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> Any:
         """Step on the masters, and round them into the parameters; takes no closure."""
         if closure is not None:
             raise TypeError("step takes no closure: the masters would not get its gradients")
-        if not self._has_gradients:
-            self.take_gradients()
+        if not self._taken or self._taken[0] != self._gradients()[0]:
+            self.take_gradients()  # not taken yet, or others have come since
         result = self.optimizer.step()
         for param, master in self.masters.items():
             param.copy_(master)
             master.grad = None  # between steps there are 16 bytes per parameter with Adam, not 20
-        self._has_gradients = False
+        self._taken = None
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -249,7 +231,7 @@ class MasterWeights(Optimizer):
                 param.grad = None
             elif param.grad is not None:
                 param.grad.zero_()
-        self._has_gradients = False
+        self._taken = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimiser within, and the masters, in order."""
@@ -258,10 +240,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a ``state_dict``; the parameters become the masters, rounded.
-
-        Raises ValueError where the state has other masters: of another number, or other shapes.
-        """
+        """Go on from a ``state_dict``; the parameters become the masters, rounded."""
         saved = state_dict.get("masters", [])
         ours, theirs = [[tuple(m.shape) for m in ms] for ms in (self.masters.values(), saved)]
         if ours != theirs:

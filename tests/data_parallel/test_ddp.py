@@ -15,13 +15,14 @@ from helpers import (
     LIMIT,
     MEAN,
     attempt,
-    attempts,
     clones,
     close,
     everyones,
+    gradient,
     grads,
     linear,
     mlp,
+    on_ranks,
     randn,
     rows,
 )
@@ -126,30 +127,24 @@ class Checkpointed(nn.Module):
 
 def trains(wrap, rank, k, set_to_none=None):
     """Four steps, of which gradients are set to None, set to 0, or added up."""
-    module = conv()
-    model, trace = wrap(module), []
-    for step in range(4):
-        if set_to_none is not None:
-            for param in module.parameters():
-                param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
-        backward(model(images(rank, step)))
-        trace += clones(grads(module))
-        update(module)
-    with torch.no_grad():
-        trace.append(model.eval()(images(0, 0)))
-    return trace, state(module)
+    return trace_of(wrap(conv()), [[images(rank, step)] for step in range(4)], set_to_none)
 
 
 def trains_in_part(wrap, rank, k, set_to_none):
-    module = Branches()
-    model, trace = wrap(module, find_unused_parameters=True), []
-    for step in range(4):
-        for param in module.parameters():
+    model = wrap(Branches(), find_unused_parameters=True)
+    inputs = [(randn(4, 3, seed=10 * step + rank), rank, step) for step in range(4)]
+    return trace_of(model, inputs, set_to_none)
+
+
+def trace_of(model, batches, set_to_none):
+    trace = []
+    for args in batches:
+        for param in model.parameters() if set_to_none is not None else ():
             param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
-        backward(model(randn(4, 3, seed=10 * step + rank), rank, step))
-        trace += clones(grads(module))
-        update(module)
-    return trace, state(module)
+        backward(model(*args))
+        trace += clones(grads(model))
+        update(model)
+    return trace, state(model)
 
 
 def mixes_dtypes(wrap, rank, k):
@@ -320,10 +315,6 @@ def test_training_on_shards_is_training_on_the_whole_batch():
 # Ours alone, and what is refused: each gets the rank, and all run in one launch.
 
 
-def gradient(module):
-    return next(module.parameters()).grad.item()
-
-
 def sixteen_bits(rank, k):
     """They travel as float32, and are rounded once."""
     for cap in (25, TINY):
@@ -387,6 +378,7 @@ def copies(rank, k):
         (other(torch.tensor([[1.0], [2.0]])) * (rank + 1)).sum().backward()
         assert other.module.bias.grad.item() == 2 * MEAN and model.module.bias.grad is None
         assert other.gradient_as_bucket_view
+        assert list(other.state_dict()) == [f"module.{name}" for name in model.module.state_dict()]
     with pytest.raises(RuntimeError, match=r"copy \.module, and wrap the copy"):
         copy.deepcopy(DistributedDataParallel(linear(), process_group=dist.new_group()))
 
@@ -423,29 +415,16 @@ def unfrozen_parameter(rank, k):
     assert [p.grad.item() for p in module.parameters()] == [MEAN, MEAN]
 
 
-def names_in_the_state_dict(rank, k):
-    model = DistributedDataParallel(conv())
-    assert list(model.state_dict()) == [f"module.{name}" for name in model.module.state_dict()]
-
-
-CHECKS = [
-    sixteen_bits,
-    every_pass_averages,
-    views_are_written_over,
-    group_of_some_ranks,
-    copies,
-    gradients_of_gradients,
-    gradient_that_comes_twice,
-    unfrozen_parameter,
-    names_in_the_state_dict,
-]
-
-
-@pytest.fixture(scope="module")
-def found():
-    return launch(attempts, 2, {check.__name__: check for check in CHECKS}, timeout=LIMIT)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_ours_alone(found, check):
-    assert [of_rank[check.__name__] for of_rank in found] == [("ok", None)] * 2
+test_ours_alone = on_ranks(
+    2,
+    [
+        sixteen_bits,
+        every_pass_averages,
+        views_are_written_over,
+        group_of_some_ranks,
+        copies,
+        gradients_of_gradients,
+        gradient_that_comes_twice,
+        unfrozen_parameter,
+    ],
+)

@@ -6,10 +6,10 @@ from math import nan
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, attempt
+from helpers import attempt, on_ranks
 from torch import nn
 
-from d2lpar import DistributedDataParallel, SyncBatchNorm, launch
+from d2lpar import DistributedDataParallel, SyncBatchNorm
 from d2lpar.data_parallel.ddp_arguments import REFUSED, check_gpu
 
 TORCHS = nn.parallel.DistributedDataParallel
@@ -42,7 +42,7 @@ def test_parameters_are_torchs_and_then_ours():
     assert [(p.name, p.kind) for p in shared] == [(p.name, p.kind) for p in theirs]
     for p, q in zip(shared, theirs, strict=True):  # torch 2.6 has True, 2.13 None, which means it
         assert p.default == q.default or (p.name, q.default) == ("broadcast_buffers", True)
-    assert {p.name for p in ours if p.kind is p.KEYWORD_ONLY} == {"weight", "group"}
+    assert {p.name for p in ours if p.kind is p.KEYWORD_ONLY} == {"weight"}
     assert names - {"module"} <= {*TAKEN, *REFUSED}
 
 
@@ -57,13 +57,6 @@ def takes(rank, k):
     flags = "require_backward_grad_sync", "require_forward_param_sync"
     for name in {*TAKEN, *flags} & set(dir(ours)) & set(dir(theirs)):
         assert getattr(ours, name) == getattr(theirs, name), name
-
-
-def takes_the_old_name_of_process_group(rank, k):
-    group = dist.new_group()
-    with pytest.warns(DeprecationWarning, match="group is now process_group"):
-        model = DistributedDataParallel(nn.Linear(2, 2), group=group)
-    assert model.process_group is group
 
 
 def waits_for_nobody_without_init_sync(rank, k):
@@ -88,7 +81,6 @@ def raises(rank, k):
         ({"device_ids": "cuda"}, TypeError, "device_ids must be a list of one GPU"),
         ({"device_ids": group}, TypeError, "process_group="),
         ({"init_sync": group}, TypeError, "process_group="),  # its place in torch 2.6
-        ({"process_group": group, "group": group}, TypeError, "group is the old name of"),
         ({"weight": "row"}, ValueError, 'weight must be "equal" or "rows", not \'row\''),
         *(({"bucket_cap_mb": cap}, ValueError, f"positive, not {cap}") for cap in (0, -1, nan)),
         *(({name: 1}, NotImplementedError, f"^{name}=1 .* use torch") for name in REFUSED),
@@ -102,12 +94,7 @@ def raises(rank, k):
             DistributedDataParallel(**{"module": nn.Linear(2, 2), **given})
 
 
-@pytest.mark.parametrize(
-    "check",
-    [takes, takes_the_old_name_of_process_group, waits_for_nobody_without_init_sync, raises],
-)
-def test_arguments(check):
-    launch(check, 2, timeout=LIMIT)
+test_arguments = on_ranks(2, [takes, waits_for_nobody_without_init_sync, raises])
 
 
 def test_without_a_process_group_it_says_what_to_do():

@@ -3,7 +3,6 @@
 import inspect
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from helpers import LIMIT
@@ -70,13 +69,6 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert list(sampler) == list(sampler) == orders[0]  # set_epoch was forgotten
 
 
-def test_numpys_whole_numbers_are_taken():
-    five = np.int64(5)
-    sampler = DistributedSampler(range(23), num_replicas=five, rank=np.int32(4), seed=five)
-    sampler.set_epoch(np.int64(2), start=np.int64(1))
-    assert list(sampler) == deal(23, 5, epoch=2, seed=5, pad=True)[4][1:]
-
-
 @given(n=SIZES, k=RANKS, pad=st.booleans(), data=st.data())
 def test_a_rank_goes_on_where_it_was(n, k, pad, data):
     rank = data.draw(st.integers(0, k - 1))
@@ -100,8 +92,7 @@ def test_a_data_loader_reads_the_ranks_own_examples_and_resumes(batched):
     batches = DataLoader(X, **how or {"batch_size": 4, "sampler": sampler})
     sampler.set_epoch(1)
     seen = [batch.tolist() for batch in batches]
-    assert [len(batch) for batch in seen] == [4, 4, 3] and len(batches) == 3
-    assert [x for batch in seen for x in batch] == X[deal(23, 2, epoch=1)[1]].tolist()
+    assert seen == [part.tolist() for part in X[deal(23, 2, epoch=1)[1]].split(4)]
     sampler.set_epoch(1, start=2 * 4)
     assert [batch.tolist() for batch in batches] == seen[2:] and len(batches) == 1
 
@@ -122,16 +113,11 @@ make = partial(DistributedSampler, range(7), 2, 1)
     ("call", "error", "words"),
     [
         (lambda: DistributedSampler(range(4)), ValueError, "init_process_group"),
-        (lambda: DistributedSampler(range(4), 2), ValueError, "init_process_group"),
-        (lambda: DistributedSampler(range(4), 0, 0), ValueError, "rank must be from 0"),
         (lambda: DistributedSampler(range(4), 2, 2), ValueError, "num_replicas - 1 = 1, not 2"),
         (lambda: DistributedSampler(range(4), 2, -1), ValueError, "num_replicas - 1 = 1, not -1"),
         (lambda: DistributedSampler(range(4), 2.0, 0), TypeError, "integer"),
-        (lambda: DistributedSampler(10, 2, 0), TypeError, "has no len"),
-        (lambda: make(seed=0.5), TypeError, "integer"),
         (lambda: make(drop_last=True, pad=False), ValueError, r"drop_last.*pad=False"),
         (lambda: make().set_epoch(1.0), TypeError, "integer"),
-        (lambda: make().set_epoch(1, -1), ValueError, "start must be from 0 to 4, not -1"),
         (lambda: make().set_epoch(1, 5), ValueError, "start must be from 0 to 4, not 5"),
     ],
 )

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import LIMIT, attempt, attempts, clones, close, everyones, grads, mlp, randn
+from helpers import LIMIT, attempt, breaks, clones, close, everyones, grads, mlp, on_ranks, randn
 from torch import nn
 
 from d2lpar import DistributedDataParallel, launch
@@ -163,26 +163,17 @@ def rows_of_two_passes(rank, k):
     has_gradients_of(model, whole)
 
 
-def two_backward_passes(rank, k):
-    X, whole, model = randn(6, 6), mlp(6, 5, 1), ROWS(mlp(6, 5, 1))
-    (whole(X).mean() + mean(whole(X))).backward()
-    output = model(X.split([1, 2, 3])[rank])
-    output.mean().backward(retain_graph=True)
-    mean(output).backward()
-    has_gradients_of(model, whole)
-
-
-def after_a_pass_that_broke(rank, k):
+def two_backward_passes_also_after_one_that_broke(rank, k):
     model, whole, X = ROWS(mlp(6, 5, 1)), mlp(6, 5, 1), randn(6, 6)
-    broken = model.module[1].register_forward_hook(
-        lambda module, inputs, output: (output.register_hook(lambda grad: 1 / 0), output)[1]
-    )
+    broken = breaks(model.module[1])
     with pytest.raises(ZeroDivisionError):
         model(torch.ones(1 + 9 * rank, 6, dtype=X.dtype)).sum().backward()
     broken.remove()
     model.zero_grad()
-    mean(model(X.split([1, 2, 3])[rank])).backward()
-    mean(whole(X)).backward()
+    output = model(X.split([1, 2, 3])[rank])
+    output.mean().backward(retain_graph=True)
+    mean(output).backward()
+    (whole(X).mean() + mean(whole(X))).backward()
     has_gradients_of(model, whole)
 
 
@@ -210,36 +201,24 @@ def complex_parameters(rank, k):
     assert [grad.tolist() for grad in grads(module)] == [[2, 2]] * 2
 
 
-def needs_rows(rank, k):
+def refuses_what_cannot_be_weighted(rank, k):
     with pytest.raises(ValueError, match="tensor with rows"):
         ROWS(nn.Linear(2, 2))(3)
-
-
-def other_weights(rank, k):
     mine = ("equal", "rows")[rank == 1]
     with pytest.raises(ValueError, match=f"weight is '{mine}' on this rank, but not on all"):
         DistributedDataParallel(nn.Linear(2, 2), weight=mine)
 
 
-CHECKS = [
-    passes_without_gradients,
-    drops_a_gradient,
-    mean_over_all_rows,
-    rows_of_two_passes,
-    two_backward_passes,
-    after_a_pass_that_broke,
-    rows_in_join,
-    complex_parameters,
-    needs_rows,
-    other_weights,
-]
-
-
-@pytest.fixture(scope="module")
-def found():
-    return launch(attempts, 3, {check.__name__: check for check in CHECKS}, timeout=LIMIT)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_rows(found, check):
-    assert [of_rank[check.__name__] for of_rank in found] == [("ok", None)] * 3
+test_rows = on_ranks(
+    3,
+    [
+        passes_without_gradients,
+        drops_a_gradient,
+        mean_over_all_rows,
+        rows_of_two_passes,
+        two_backward_passes_also_after_one_that_broke,
+        rows_in_join,
+        complex_parameters,
+        refuses_what_cannot_be_weighted,
+    ],
+)

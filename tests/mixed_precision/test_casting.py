@@ -2,8 +2,8 @@
 
 import gc
 import threading
-import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -11,152 +11,100 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from d2lpar import DataParallel, init_params, lenet
+from d2lpar import DataParallel
 from d2lpar.mixed_precision import autocast, casting
 from d2lpar.models import lenet_layers, resnet, transformer
 
 each_dtype = pytest.mark.parametrize("dtype", casting.LOW_DTYPES, ids=["float16", "bfloat16"])
 
 
-def randn(*shape):
-    return torch.randn(shape, requires_grad=True)
+def ones(*shape):
+    return torch.ones(shape, dtype=torch.long)
 
 
-def ones(*shape, dtype=torch.long):
-    return torch.ones(shape, dtype=dtype)
-
-
-# (function, its arguments, its options): torch's own lists for CPUs, and others that they cover.
+# Functions, and their arguments: a tuple is the shape of random numbers between 0 and 1.
 LOW = [
-    (torch.conv1d, lambda: (randn(2, 3, 8), randn(4, 3, 3), randn(4)), {}),
-    (torch.conv2d, lambda: (randn(2, 3, 8, 8), randn(4, 3, 3, 3)), {"padding": "same"}),
-    (F.conv2d, lambda: (randn(2, 3, 8, 8), randn(4, 3, 3, 3), randn(4)), {"stride": 2}),
-    (torch.conv3d, lambda: (randn(1, 2, 4, 4, 4), randn(3, 2, 2, 2, 2)), {}),
-    (torch.conv_tbc, lambda: (randn(10, 7, 3), randn(5, 3, 5), randn(5), 0), {}),
-    (torch.conv_transpose1d, lambda: (randn(2, 3, 8), randn(3, 4, 3)), {}),
-    (torch.conv_transpose2d, lambda: (randn(2, 3, 8, 8), randn(3, 4, 3, 3)), {}),
-    (torch.conv_transpose3d, lambda: (randn(1, 2, 4, 4, 4), randn(2, 3, 2, 2, 2)), {}),
-    (torch.bmm, lambda: (randn(2, 3, 4), randn(2, 4, 5)), {}),
-    (torch.mm, lambda: (randn(3, 4), randn(4, 5)), {}),
-    (torch.matmul, lambda: (randn(2, 3, 4), randn(4)), {}),
-    (torch.Tensor.matmul, lambda: (randn(3, 4), randn(4, 5)), {}),
-    (torch.Tensor.__matmul__, lambda: (randn(3, 4), randn(4, 5)), {}),
-    (torch.Tensor.__rmatmul__, lambda: (randn(4, 5), randn(3, 4)), {}),
-    (torch.baddbmm, lambda: (randn(2, 3, 5), randn(2, 3, 4), randn(2, 4, 5)), {}),
-    (torch.addmm, lambda: (randn(5), randn(3, 4), randn(4, 5)), {}),
-    (torch.Tensor.addmm, lambda: (randn(5), randn(3, 4), randn(4, 5)), {}),
-    (torch.addbmm, lambda: (randn(3, 5), randn(2, 3, 4), randn(2, 4, 5)), {}),
-    (torch.prelu, lambda: (randn(3, 4), randn(1)), {}),
-    (F.linear, lambda: (randn(3, 4), randn(5, 4), randn(5)), {}),
-    (F.scaled_dot_product_attention, lambda: [randn(2, 4, 6, 8) for _ in "qkv"], {}),
-    (torch.linalg.vecdot, lambda: (randn(3, 4), randn(3, 4)), {}),
-    (torch.einsum, lambda: ("bij,bjk->bik", randn(2, 3, 4), randn(2, 4, 5)), {}),
-    (torch.tensordot, lambda: (randn(3, 4), randn(4, 5)), {"dims": 1}),
-    (torch.linalg.multi_dot, lambda: ([randn(3, 4), randn(4, 5), randn(5, 6)],), {}),
+    ([torch.conv1d], (2, 3, 8), (4, 3, 3), (4,)),
+    ([partial(torch.conv2d, padding="same"), F.conv2d], (2, 3, 8, 8), (4, 3, 3, 3)),
+    ([torch.conv3d], (1, 2, 4, 4, 4), (3, 2, 2, 2, 2)),
+    ([torch.conv_tbc], (10, 7, 3), (5, 3, 5), (5,), 0),
+    ([torch.conv_transpose1d], (2, 3, 8), (3, 4, 3)),
+    ([torch.conv_transpose2d], (2, 3, 8, 8), (3, 4, 3, 3)),
+    ([torch.conv_transpose3d], (1, 2, 4, 4, 4), (2, 3, 2, 2, 2)),
+    ([torch.bmm, partial(torch.einsum, "bij,bjk->bik")], (2, 3, 4), (2, 4, 5)),
+    ([torch.mm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__], (3, 4), (4, 5)),
+    ([torch.Tensor.__rmatmul__], (4, 5), (3, 4)),
+    ([partial(torch.tensordot, dims=1)], (3, 4), (4, 5)),
+    ([torch.addmm, torch.Tensor.addmm], (5,), (3, 4), (4, 5)),
+    ([torch.baddbmm], (2, 3, 5), (2, 3, 4), (2, 4, 5)),
+    ([torch.addbmm], (3, 5), (2, 3, 4), (2, 4, 5)),
+    ([torch.prelu], (3, 4), (1,)),
+    ([F.linear], (3, 4), (5, 4), (5,)),
+    ([F.scaled_dot_product_attention], *[(2, 4, 6, 8)] * 3),
+    ([torch.linalg.vecdot], (3, 4), (3, 4)),
+    ([torch.linalg.multi_dot], [(3, 4), (4, 5), (5, 6)]),
 ]
-WITHOUT_GRADIENT = [
-    (torch._addmm_activation, lambda: (randn(5), randn(3, 4), randn(4, 5)), {"use_gelu": True}),
-    (
-        torch._native_multi_head_attention,
-        lambda: (
-            *[randn(8, 8, 8) for _ in "qkv"],
-            *(8, 4, randn(24, 8), randn(24), randn(8, 8), randn(8)),
-        ),
-        {},
-    ),
-]
-
-
-def low(*shape, positive=False):
-    """16-bit leaves; the dtype is set by ``in_16_bits`` while a test runs."""
-    return torch.rand(shape) if positive else torch.randn(shape)
-
-
+OF_PAIRS = [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.poisson_nll_loss, torch.cdist]
+OF_PAIRS += [F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div]
+OF_CLASSES = [partial(F.cross_entropy, label_smoothing=0.1), F.nll_loss, F.multi_margin_loss]
+OF_MATRICES = [torch.prod, torch.Tensor.prod, torch.trace, torch.inverse, torch.linalg.inv]
+OF_MATRICES += [torch.linalg.svdvals, torch.fft.rfft, partial(torch.quantile, q=0.3)]
+POOLS = [F.avg_pool3d, F.adaptive_avg_pool3d, F.adaptive_max_pool3d, F.max_pool3d]
 FULL = [
-    (F.cross_entropy, lambda: (low(4, 5), ones(4)), {"label_smoothing": 0.1}),
-    (F.cross_entropy, lambda: (low(4, 5), ones(4)), {"reduction": "none"}),
-    (F.nll_loss, lambda: (low(4, 5), ones(4)), {}),
-    (F.nll_loss, lambda: (low(2, 5, 3, 3), ones(2, 3, 3)), {}),
-    (torch._C._nn.nll_loss2d, lambda: (low(2, 5, 3, 3), ones(2, 3, 3)), {}),
-    (F.mse_loss, lambda: (low(4, 5), low(4, 5)), {}),
-    (F.l1_loss, lambda: (low(4, 5), low(4, 5)), {}),
-    (F.smooth_l1_loss, lambda: (low(4, 5), low(4, 5)), {}),
-    (F.huber_loss, lambda: (low(4, 5), low(4, 5)), {}),
-    (F.kl_div, lambda: (low(4, 5), low(4, 5, positive=True)), {"reduction": "sum"}),
-    (F.binary_cross_entropy, lambda: [low(4, 5, positive=True) for _ in "xy"], {}),
-    (F.binary_cross_entropy_with_logits, lambda: (low(4, 5), low(4, 5, positive=True)), {}),
-    (F.multilabel_margin_loss, lambda: (low(4, 5), ones(4, 5)), {}),
-    (F.soft_margin_loss, lambda: (low(4, 5), ones(4, 5)), {}),
-    (F.multi_margin_loss, lambda: (low(4, 5), ones(4)), {}),
-    (F.poisson_nll_loss, lambda: (low(4, 5), low(4, 5)), {}),
-    (F.cosine_embedding_loss, lambda: (low(4, 5), low(4, 5), ones(4)), {}),
-    (F.hinge_embedding_loss, lambda: (low(4, 5), ones(4, 5)), {}),
-    (F.margin_ranking_loss, lambda: (low(4), low(4), ones(4)), {}),
-    (F.triplet_margin_loss, lambda: [low(4, 5) for _ in "abc"], {}),
-    (F.ctc_loss, lambda: (low(6, 1, 4), ones(1, 2), torch.tensor([6]), torch.tensor([2])), {}),
-    (F.avg_pool3d, lambda: (low(1, 2, 4, 4, 4), 2), {}),
-    (F.adaptive_avg_pool3d, lambda: (low(1, 2, 4, 4, 4), 2), {}),
-    (F.adaptive_max_pool3d, lambda: (low(1, 2, 4, 4, 4), 2), {}),
-    (F.max_pool3d, lambda: (low(1, 2, 4, 4, 4), 2), {}),
-    (torch._C._nn.reflection_pad1d, lambda: (low(2, 5), (2, 2)), {}),
-    (F.grid_sample, lambda: (low(1, 2, 4, 4), low(1, 3, 3, 2)), {"align_corners": False}),
-    (torch.cdist, lambda: (low(3, 4), low(5, 4)), {}),
-    (torch.prod, lambda: (low(3, 4),), {"dim": 1}),
-    (torch.trace, lambda: (low(4, 4),), {}),
-    (torch.quantile, lambda: (low(9), 0.3), {}),
-    (torch.Tensor.prod, lambda: (low(3, 4),), {}),
-    (torch.fft.rfft, lambda: (low(8),), {}),
-    (torch.linalg.inv, lambda: (low(3, 3),), {}),
-    (torch.linalg.svdvals, lambda: (low(3, 3),), {}),
-    (torch.inverse, lambda: (low(3, 3),), {}),
-    (torch.polar, lambda: (low(3), low(3)), {}),
+    (OF_PAIRS, (4, 5), (4, 5)),
+    (OF_CLASSES, (4, 5), ones(4)),
+    ([F.cross_entropy, torch._C._nn.nll_loss2d], (2, 5, 3, 3), ones(2, 3, 3)),
+    ([F.multilabel_margin_loss, F.soft_margin_loss, F.hinge_embedding_loss], (4, 5), ones(4, 5)),
+    ([F.cosine_embedding_loss], (4, 5), (4, 5), ones(4)),
+    ([F.margin_ranking_loss], (4,), (4,), ones(4)),
+    ([F.triplet_margin_loss], (4, 5), (4, 5), (4, 5)),
+    ([F.ctc_loss], (6, 1, 4), ones(1, 2), torch.tensor([6]), torch.tensor([2])),
+    (POOLS, (1, 2, 4, 4, 4), 2),
+    ([partial(torch._C._nn.reflection_pad1d, padding=(2, 2))], (2, 5)),
+    ([partial(F.grid_sample, align_corners=False)], (1, 2, 4, 4), (1, 3, 3, 2)),
+    (OF_MATRICES, (4, 4)),
+    ([torch.polar], (3,), (3,)),
 ]
 REST = [  # what computes in the type of its arguments, or widens them itself
-    (torch.softmax, lambda: (low(3, 4), 1), {}),
-    (F.layer_norm, lambda: (low(3, 4), (4,)), {}),
-    (torch.exp, lambda: (low(3, 4),), {}),
-    (torch.sum, lambda: (low(3, 4),), {}),
-    (torch.add, lambda: (low(3, 4), torch.ones(3, 4)), {}),
-    (torch.mul, lambda: (torch.ones(3, 4), low(3, 4)), {}),
-    (torch.div, lambda: (low(3, 4), torch.ones(3, 4)), {}),
-    *[
-        (function, lambda: (low(3, 4), torch.ones(3, 4)), {})
-        for function in (torch.eq, torch.ge, torch.gt, torch.le, torch.lt, torch.ne)
-    ],
-    (F.relu, lambda: (low(3, 4),), {}),
-    (F.avg_pool2d, lambda: (low(1, 2, 4, 4), 2), {}),
+    ([partial(torch.softmax, dim=1), torch.exp, torch.sum, F.relu], (3, 4)),
+    ([partial(F.layer_norm, normalized_shape=(4,))], (3, 4)),
+    ([torch.add, torch.div, torch.eq, torch.lt], (3, 4), torch.ones(3, 4)),
+    ([torch.mul], torch.ones(3, 4), (3, 4)),
+    ([F.avg_pool2d], (1, 2, 4, 4), 2),
 ]
 WIDEST = [
-    (torch.cat, lambda: ([low(3), torch.ones(3)],), {}),
-    (torch.stack, lambda: ([torch.ones(3), low(3)],), {}),
-    (torch.cat, lambda: ([low(3), low(3)],), {}),
-    (torch.index_copy, lambda: (torch.ones(3), 0, ones(1), low(1)), {}),
+    ([torch.cat, torch.stack], [(3,), torch.ones(3)]),
+    ([torch.cat], [(3,), (3,)]),
+    ([torch.index_copy], torch.ones(3), 0, ones(1), (1,)),
 ]
 
 
-def name_of(call):
-    return call[0].__name__
+def calls(table, dtype):
+    """A test's cases: a function, its arguments, and the dtype of those that are random."""
+    of_all = [(function, args) for functions, *args in table for function in functions]
+    names = [getattr(function, "func", function).__name__ for function, _ in of_all]
+    return [pytest.param(*case, dtype, id=name) for case, name in zip(of_all, names, strict=True)]
 
 
-def computed(region, call, to=None):
-    """Call in a region: all results, and the gradients of all floating-point arguments."""
-    function, arguments, options = call
-    torch.manual_seed(0)
-    flat, structure = torch.utils._pytree.tree_flatten(arguments())
+def computed(region, function, args, dtype):
+    """Call in a region: all results, and the gradients of the random arguments."""
     leaves = []
-    for i, x in enumerate(flat):
-        if isinstance(x, torch.Tensor) and x.is_floating_point():
-            was_low = to is not None and not bool((x == 1).all())  # ones stay float32
-            flat[i] = x.detach().to(to if was_low else x.dtype).requires_grad_()
-            leaves.append(flat[i])
+
+    def make(x):
+        if isinstance(x, list):
+            return [make(each) for each in x]
+        if not isinstance(x, tuple):
+            return x
+        leaves.append(torch.rand(x).to(dtype).requires_grad_())
+        return leaves[-1]
+
+    torch.manual_seed(0)
+    made = make(args)
     with region:
-        results = function(*torch.utils._pytree.tree_unflatten(flat, structure), **options)
+        results = function(*made)
     results = [results] if isinstance(results, torch.Tensor) else list(results)
-    for result in results:
-        if result.requires_grad:
-            torch.view_as_real(result).sum().backward() if result.is_complex() else (
-                result.float().sum().backward(retain_graph=True)
-            )
+    if any(result.requires_grad for result in results):
+        sum(result.abs().float().sum() for result in results).backward()
     return [*results, *[leaf.grad for leaf in leaves if leaf.grad is not None]]
 
 
@@ -167,24 +115,23 @@ def assert_same_bits(ours, theirs):
 
 
 @each_dtype
-@pytest.mark.parametrize("call", LOW + WITHOUT_GRADIENT, ids=name_of)
-def test_products_are_torchs_to_the_bit(call, dtype):
-    with torch.set_grad_enabled(call in LOW):
-        ours = computed(autocast("cpu", dtype), call)
-        assert ours[0].dtype == dtype
-        assert_same_bits(ours, computed(torch.autocast("cpu", dtype), call))
+@pytest.mark.parametrize(("function", "args", "given"), calls(LOW, torch.float32))
+def test_products_are_torchs_to_the_bit(function, args, given, dtype):
+    ours = computed(autocast("cpu", dtype), function, args, given)
+    assert ours[0].dtype == dtype
+    assert_same_bits(ours, computed(torch.autocast("cpu", dtype), function, args, given))
 
 
-@each_dtype
-@pytest.mark.parametrize("call", FULL + REST + WIDEST, ids=name_of)
-def test_of_16_bit_arguments_all_others_are_torchs_to_the_bit(call, dtype):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # soft_margin_loss on integers
-        ours = computed(autocast("cpu", dtype), call, to=dtype)
-        theirs = computed(torch.autocast("cpu", dtype), call, to=dtype)
-    if call in FULL:
+@pytest.mark.filterwarnings("ignore")  # soft_margin_loss on integers
+@pytest.mark.parametrize(
+    ("function", "args", "dtype"),
+    [case for dtype in casting.LOW_DTYPES for case in calls(FULL + REST + WIDEST, dtype)],
+)
+def test_of_16_bit_arguments_all_others_are_torchs_to_the_bit(function, args, dtype):
+    ours = computed(autocast("cpu", dtype), function, args, dtype)
+    if any(function in functions for functions, *_ in FULL):
         assert ours[0].dtype in (torch.float32, torch.complex64)
-    assert_same_bits(ours, theirs)
+    assert_same_bits(ours, computed(torch.autocast("cpu", dtype), function, args, dtype))
 
 
 # Of these names Python calls another: the function that a module or a user calls is in the lists.
@@ -204,11 +151,6 @@ def test_the_lists_have_what_torch_registers(device_type):
     assert not (lists.low & lists.full or lists.low & lists.widest or lists.full & lists.widest)
 
 
-def on_cpu(monkeypatch, device_type):
-    """Use another device's lists for the tensors of this CPU."""
-    monkeypatch.setattr(casting, "LISTS", {"cpu": casting.LISTS[device_type]})
-
-
 RANGE = [torch.exp, torch.sum, torch.norm, torch.linalg.norm, lambda x: F.layer_norm(x, (4,))]
 RANGE += [lambda x: x.softmax(0), lambda x: x**2, lambda x: 2**x, lambda x: 1 / x]
 
@@ -217,7 +159,7 @@ def test_what_has_a_large_range_or_is_mixed_is_float32_on_gpus_only(monkeypatch)
     low, full = torch.randn(4).bfloat16(), torch.randn(4)
     with autocast("cpu"):
         assert {function(low).dtype for function in RANGE} == {torch.bfloat16}
-    on_cpu(monkeypatch, "cuda")
+    monkeypatch.setattr(casting, "LISTS", {"cpu": casting.LISTS["cuda"]})
     with autocast("cpu"):
         assert {function(low).dtype for function in RANGE} == {torch.float32}
         assert torch.dot(low, full).dtype == torch.float32  # refused without a cast
@@ -240,15 +182,6 @@ def tokens_and_transformer():
     return transformer(50, 32, 4, 2, 8), torch.randint(50, (3, 8))
 
 
-class RawLeNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.params = nn.ParameterList(init_params(0.1))
-
-    def forward(self, X):
-        return lenet(X, self.params)
-
-
 def step(model, X, region):
     """The loss of one forward pass in a region, and all gradients after it."""
     model.zero_grad()
@@ -266,9 +199,8 @@ def step(model, X, region):
         lambda: (lenet_layers(), torch.randn(8, 1, 28, 28)),
         lambda: (resnet((8, 16)), torch.randn(4, 1, 16, 16)),
         tokens_and_transformer,
-        lambda: (RawLeNet(), torch.randn(8, 1, 28, 28)),
     ],
-    ids=["lenet", "resnet", "transformer", "raw tensors"],
+    ids=["lenet", "resnet", "transformer"],
 )
 def test_networks_are_torchs_to_the_bit(make, dtype):
     torch.manual_seed(0)
@@ -296,15 +228,17 @@ def test_regions_nest_and_end(region):
             with region("cpu", torch.float16):
                 found.append(dtype_of_product())
             found.append(dtype_of_product())
-        found.append(dtype_of_product())
         with pytest.raises(ZeroDivisionError), region("cpu", torch.float16):
             1 / 0  # noqa: B018
         found.append(dtype_of_product())
         with region("cuda", enabled=False):  # of another device: leaves the one around it alone
             found.append(dtype_of_product())
+        outer = region("cpu", torch.float16)
+        with outer, outer:  # again inside itself
+            found.append(dtype_of_product())
     found.append(dtype_of_product())
     low, full = torch.bfloat16, torch.float32
-    assert found == [low, full, torch.float16, full, low, low, low, full]
+    assert found == [low, full, torch.float16, full, low, low, torch.float16, full]
 
 
 def test_without_a_dtype_a_region_takes_that_of_the_one_around_or_the_usual_one():
@@ -318,16 +252,7 @@ def test_without_a_dtype_a_region_takes_that_of_the_one_around_or_the_usual_one(
                 assert dtype_of_product() == torch.float16
 
 
-def test_a_region_is_entered_again_inside_itself():
-    region = autocast("cpu")
-    with region:
-        with region:
-            assert dtype_of_product() == torch.bfloat16
-        assert dtype_of_product() == torch.bfloat16
-    assert dtype_of_product() == torch.float32
-
-
-def test_as_a_decorator_also_of_a_function_that_calls_itself():
+def test_as_a_decorator_it_keeps_its_settings_also_where_a_function_calls_itself():
     @autocast("cpu", dtype=torch.float16)
     def product(depth):
         """Its name and docstring stay."""
@@ -335,24 +260,24 @@ def test_as_a_decorator_also_of_a_function_that_calls_itself():
 
     assert product(2) == [torch.float16] * 3
     assert (product.__name__, product.__doc__) == ("product", "Its name and docstring stay.")
-    assert dtype_of_product() == torch.float32
+    assert autocast("cpu", enabled=False)(dtype_of_product)() == torch.float32
+    region = autocast("cpu", torch.float16, True, False, emulate=True)
+    twin = region.for_thread()  # which a decorator enters in each call
+    for name in ("device_type", "dtype", "enabled", "cache_enabled", "emulate"):
+        assert getattr(twin, name) == getattr(region, name)
 
 
-def test_only_float32_and_16_bits_of_the_regions_device_are_cast():
-    double, whole = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.long)
+def test_only_float32_and_16_bits_of_the_regions_device_are_cast_but_not_in_place_or_into_out():
+    ones, out = torch.ones(2, 2), torch.empty(2, 2)
     with autocast("cpu"):
-        assert (double @ double).dtype == torch.float64
-        assert (whole @ whole).dtype == torch.long
-        assert (torch.ones(2, 2).half() @ torch.ones(2, 2)).dtype == torch.bfloat16
+        for dtype in (torch.float64, torch.long):
+            assert (ones.to(dtype) @ ones.to(dtype)).dtype == dtype
+        assert (ones.half() @ ones).dtype == torch.bfloat16
+        assert F.linear(input=ones, weight=ones, bias=None).dtype == torch.bfloat16
+        torch.mm(ones, ones, out=out)
+        assert torch.ones(2, 2).addmm_(out, out).dtype == torch.float32
     with autocast("cuda"):
         assert dtype_of_product() == torch.float32
-
-
-def test_in_place_and_out_cast_nothing():
-    out = torch.empty(2, 2)
-    with autocast("cpu"):
-        torch.mm(torch.ones(2, 2), torch.ones(2, 2), out=out)
-        assert torch.ones(2, 2).addmm_(out, out).dtype == torch.float32
     assert out.tolist() == [[2, 2], [2, 2]]
 
 
@@ -403,21 +328,18 @@ def test_regions_that_nest_share_their_casts():
     assert casts_of(weight, outer) == casts_of(weight, inner) != casts_of(weight, fresh)
 
 
-def test_only_weights_are_kept():
-    X, grown = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True) * 1
-    with autocast("cpu"):
+def test_only_weights_are_kept_and_no_longer_than_the_region():
+    X, weight = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)
+    grown, region = weight * 1, autocast("cpu")
+    with region:
         torch.mm(X, grown)
         X.add_(1)
         with torch.no_grad():
             grown.add_(1)
         assert torch.mm(X, grown).tolist() == [[8, 8], [8, 8]]
-
-
-def test_a_changed_weight_is_seen_in_the_next_region():
-    weight, X, region = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1), autocast("cpu")
-    for expected in (1.0, 2.0, 3.0):
+    for expected in (4, 8):
         with region:
-            assert F.linear(X, weight).item() == expected
+            assert torch.mm(X, weight)[0, 0] == expected
         with torch.no_grad():
             weight += 1
 
@@ -504,14 +426,6 @@ def test_recomputation_with_the_region_in_context_fn():
     assert torch.equal(gradient(lambda function: function(X)), gradient(again))
 
 
-def test_arguments_by_name_are_cast_too():
-    X, W = torch.randn(2, 4), torch.randn(3, 4)
-    with autocast("cpu"):
-        named = F.linear(input=X, weight=W, bias=None)
-        assert torch.equal(named, F.linear(X, W))
-        assert named.dtype == torch.bfloat16
-
-
 def test_a_region_holds_no_weight_after_its_end():
     region, weight = autocast("cpu"), torch.ones(2, 2, requires_grad=True)
     gone = weakref.ref(weight)
@@ -523,22 +437,7 @@ def test_a_region_holds_no_weight_after_its_end():
     assert gone() is None
 
 
-def test_a_decorator_keeps_every_setting():
-    for region in (
-        autocast("cpu", enabled=False),
-        autocast("cpu", torch.float16, True, False, emulate=True),
-    ):
-        twin = region.for_thread()  # a decorator enters one for each call
-        for name in ("device_type", "dtype", "enabled", "cache_enabled", "emulate"):
-            assert getattr(twin, name) == getattr(region, name)
-    plain = torch.full((1, 1), 1 + 2**-12)
-    assert autocast("cpu", enabled=False)(torch.mm)(plain, plain).dtype == torch.float32
-
-
-# Bad arguments
-
-
-def test_a_device_without_lists_is_refused():
+def test_bad_arguments():
     with pytest.raises(ValueError, match="'cpu' or 'cuda', not 'tpu'"):
         autocast("tpu")
     with pytest.raises(TypeError, match=r"such as torch\.bfloat16, not 'float16'"):

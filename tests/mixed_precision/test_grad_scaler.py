@@ -85,28 +85,18 @@ def test_state_goes_on(scaler):
     assert theirs.state_dict() == second.state_dict()
 
 
-def test_gradients_are_unscaled_once_and_may_be_clipped():
-    scaler, param = GradScaler(), weight()
-    optimizer = torch.optim.SGD([param], 1.0)
-    backward(scaler, param, 3.0)
-    assert param.grad.item() == 3 * 2**16
-    scaler.unscale_(optimizer)
-    assert param.grad.item() == 3
-    nn.utils.clip_grad_norm_([param], 0.5)
-    scaler.step(optimizer)
-    assert param.item() == pytest.approx(0.5)
-
-
-def test_a_skipped_step_leaves_the_weight_and_returns_none():
-    scaler, param = GradScaler(init_scale=2.0), weight()
-    optimizer = torch.optim.SGD([param], 1.0)
+@pytest.mark.parametrize("bad", range(3))
+def test_a_skipped_step_leaves_the_weights_and_returns_none(bad):
+    """An infinity in any of several gradients is enough."""
+    scaler, params = GradScaler(init_scale=2.0), [weight() for _ in range(3)]
+    optimizer = torch.optim.SGD(params, 1.0)
     optimizer.step = lambda: "stepped"
     for gradient, expected in ((INF, None), (1.0, "stepped")):
         optimizer.zero_grad()
-        backward(scaler, param, gradient)
+        for i, param in enumerate(params):
+            backward(scaler, param, gradient if i == bad else 1.0)
         assert scaler.step(optimizer) == expected
         scaler.update()
-    assert param.item() == 1
 
 
 def test_a_static_scale_stays():
@@ -116,38 +106,20 @@ def test_a_static_scale_stays():
     assert history[0][1] == history[1][1] != history[2][1]
 
 
-@pytest.mark.parametrize("scaler", [GradScaler, TORCHS])
-def test_disabled_it_does_nothing(scaler):
-    scaler = scaler("cpu", enabled=False)
-    assert scaler.get_scale() == 1
-    assert not scaler.is_enabled()
+def test_disabled_it_does_nothing():
+    scaler = GradScaler(enabled=False)
+    assert scaler.get_scale() == 1 and not scaler.is_enabled()
     assert train(scaler, [1.0])[0][1] == pytest.approx(0.9)
     assert scaler.state_dict() == {}
     scaler.load_state_dict({})
 
 
-@pytest.mark.parametrize("scaler", [GradScaler, TORCHS])
-def test_update_takes_a_new_scale(scaler):
-    scaler = scaler("cpu")
-    scaler.scale(torch.ones(()))
+def test_update_takes_a_new_scale_and_several_losses_are_scaled_alike():
+    scaler = GradScaler()
     for value in (32.0, torch.tensor(64.0)):
         scaler.update(value)
         assert scaler.get_scale() == float(value)
-
-
-def test_several_losses_are_scaled_alike():
-    scaler = GradScaler(init_scale=4.0)
-    assert scaler.scale([torch.ones(()), (torch.ones(1),)]) == [4, (4,)]
-
-
-def test_an_infinity_in_any_of_several_gradients_skips():
-    for bad in range(3):
-        scaler, params = GradScaler(init_scale=2.0), [weight() for _ in range(3)]
-        optimizer = torch.optim.SGD(params, 1.0)
-        for i, param in enumerate(params):
-            backward(scaler, param, NAN if i == bad else 1.0)
-        scaler.step(optimizer)
-        assert [param.item() for param in params] == [1, 1, 1]
+    assert scaler.scale([torch.ones(()), (torch.ones(1),)]) == [64, (64,)]
 
 
 def test_sparse_gradients_are_unscaled_in_place():
@@ -161,23 +133,21 @@ def test_sparse_gradients_are_unscaled_in_place():
 # Errors
 
 
-def after_backward(param=None):
-    param = weight() if param is None else param
-    scaler, optimizer = GradScaler(init_scale=2.0), torch.optim.SGD([param], 1.0)
-    backward(scaler, param, 1.0)
-    return scaler, optimizer
-
-
 def test_a_second_unscale_or_step_and_a_closure_are_refused_until_update():
-    scaler, optimizer = after_backward()
-    for closure in ({"closure": sum}, {}):
-        args = () if closure else (sum,)
+    scaler, param = GradScaler(init_scale=2.0), weight()
+    optimizer = torch.optim.SGD([param], 1.0)
+    backward(scaler, param, 3.0)
+    for args, options in (((sum,), {}), ((), {"closure": sum})):
         with pytest.raises(RuntimeError, match="step takes no closure"):
-            scaler.step(optimizer, *args, **closure)
+            scaler.step(optimizer, *args, **options)
+    assert param.grad.item() == 6
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="unscale_ or step was called already"):
         scaler.unscale_(optimizer)
+    assert param.grad.item() == 3
+    nn.utils.clip_grad_norm_([param], 0.5)
     scaler.step(optimizer)
+    assert param.item() == pytest.approx(0.5)
     for call in (scaler.unscale_, scaler.step):
         with pytest.raises(RuntimeError, match="step was called already"):
             call(optimizer)
@@ -210,7 +180,6 @@ def test_nan_is_not_overflow():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: GradScaler(init_scale=0), ValueError, "init_scale"),
         (lambda: GradScaler(init_scale=INF), ValueError, "init_scale"),
         (lambda: GradScaler(growth_interval=0), ValueError, "growth_interval"),
         (lambda: GradScaler(growth_factor=0.5), ValueError, "growth_factor"),
@@ -219,14 +188,9 @@ def test_nan_is_not_overflow():
         (lambda: GradScaler().scale("loss"), TypeError, "a loss, or several, and not str"),
         (lambda: GradScaler().update(), RuntimeError, "update comes after step"),
         (lambda: GradScaler().update(0), ValueError, "new_scale has to be positive"),
-        (lambda: GradScaler().update(NAN), ValueError, "new_scale has to be positive"),
         (lambda: GradScaler().load_state_dict({}), RuntimeError, "the state is empty"),
-        (
-            lambda: GradScaler().step(torch.optim.SGD([weight()], 1.0)),
-            *(RuntimeError, "call backward first"),
-        ),
+        (lambda: GradScaler().step(torch.optim.SGD([weight()])), RuntimeError, "call backward"),
         (lambda: predivide(0), ValueError, "factor has to be positive"),
-        (lambda: predivide(INF), ValueError, "factor has to be positive"),
     ],
 )
 def test_what_cannot_be_is_refused(call, error, words):
@@ -264,17 +228,6 @@ def test_ranks_of_a_group_skip_together_and_without_one_part_silently():
 # A sum that is divided before and after
 
 
-class Gradient(nn.Module):
-    """Its float16 parameter's gradients are what it is called with."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-
-    def forward(self, X):
-        return (self.weight * X).sum()
-
-
 def averages(rank, world_size):
     """[large, small] with each factor, by torch's wrapper and by ours."""
     small = 3 * 2.0**-24  # three times the smallest float16
@@ -282,11 +235,11 @@ def averages(rank, world_size):
     torchs = nn.parallel.DistributedDataParallel
     for name, wrap in (("torch's", torchs), ("ours", DistributedDataParallel)):
         for factor in (None, 1.0, 2.0, 2**0.5):
-            model = wrap(Gradient())
+            model = wrap(nn.Linear(2, 1, bias=False, dtype=torch.float16))
             if factor:
                 model.register_comm_hook(None, predivide(factor))
             model(X).backward()
-            large, little = model.module.weight.grad.tolist()
+            large, little = model.module.weight.grad[0].tolist()
             found[name, factor] = large, little / small
     return found
 
