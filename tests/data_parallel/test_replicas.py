@@ -60,16 +60,6 @@ def storages(module):
     return {t.untyped_storage().data_ptr() for t in chain(module.parameters(), module.buffers())}
 
 
-@contextlib.contextmanager
-def without_collector():
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 # The definition: training on shards is training on the whole batch.
 
 
@@ -163,9 +153,7 @@ def test_sparse_gradients_stay_sparse():
     ours, words = deepcopy(plain), torch.tensor([[7, 2], [7, 7], [49, 2]])
     for module in (plain, DataParallel(ours, [CPU] * 2)):
         (module(words) ** 2).sum().backward()
-    assert ours.weight.grad.is_sparse
-    close(ours.weight.grad.to_dense(), plain.weight.grad.to_dense(), 1e-6)
-    assert ours.weight.grad.coalesce().indices().tolist() == [[2, 7, 49]]
+    close(ours.weight.grad.coalesce(), plain.weight.grad.coalesce(), 1e-6)
 
 
 def test_double_backward_is_that_of_the_plain_module():
@@ -325,16 +313,6 @@ def test_the_ledger_counts_in_every_thread():
     assert ledger.bytes == {(0, 9): 4, (1, 9): 8, (2, 9): 12}
 
 
-def test_after_an_exception_nothing_is_kept():
-    with without_collector():
-        modules = [Apply(lambda self, mine: 1 / (1 - mine)) for _ in range(3)]
-        dead = [weakref.ref(module) for module in modules]
-        with contextlib.suppress(ZeroDivisionError):
-            parallel_apply(modules, range(3))
-        del modules
-        assert [ref() for ref in dead] == [None] * 3
-
-
 def test_of_several_exceptions_the_first_by_position_comes_with_a_note_when_all_have_ended():
     failed, ended = threading.Event(), []
 
@@ -360,21 +338,17 @@ def test_of_several_exceptions_the_first_by_position_comes_with_a_note_when_all_
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 7])
-@pytest.mark.parametrize("k", [1, 3])
-def test_nested_inputs_and_outputs(k, n):
-    def forward(self, batch, scale, *, extra, name):
+def test_nested_inputs_and_outputs(n):
+    def forward(self, batch, scale, *, extra):
         X, y = batch["pair"]
-        assert name == "words" and scale == 3
-        return {"sum": [X + y * scale], "out": (Pair(extra, None), name)}
+        return {"sum": [X + y * scale], "out": (Pair(extra["E"], None), "words")}
 
-    pair = Pair(randn(n, 2), randn(n, 2, seed=1))
-    args, kwargs = ({"pair": pair}, 3), {"extra": [randn(n)], "name": "words"}
-    output = DataParallel(Apply(forward), [CPU] * k)(*args, **kwargs)
-    expected = forward(None, *args, **kwargs)
-    close(output.pop("sum"), expected["sum"])
-    (ours, words), (theirs, _) = output.pop("out"), expected["out"]
-    assert type(ours) is Pair and torch.equal(ours.x[0], theirs.x[0]) and ours.y is None
-    assert words == "words" and not output
+    X, y, E = randn(n, 2), randn(n, 2, seed=1), randn(n, seed=2)
+    model = DataParallel(Apply(forward), [CPU] * 3)
+    output = model({"pair": Pair(X, y)}, 3, extra={"E": E})
+    assert list(output) == ["sum", "out"] and type(output["out"][0]) is Pair
+    close(output["sum"], [X + y * 3])
+    assert torch.equal(output["out"][0].x, E) and output["out"][1] == "words"
 
 
 @pytest.mark.parametrize(("k", "args"), [(1, ()), (4, ()), (4, (3, "words")), (4, (None, [2]))])
@@ -413,13 +387,6 @@ def test_without_the_gather_there_is_an_output_for_each_device_with_rows():
         close(module[2].bias.grad, torch.full((3,), 3.0 * n).double())
 
 
-def test_training_and_evaluation_reach_every_replica():
-    dropout, X = DataParallel(nn.Sequential(nn.Dropout(0.5)), [CPU] * 3), torch.ones(60)
-    assert set(dropout(X).tolist()) == {0, 2}
-    assert torch.equal(dropout.eval()(X), X)
-    assert set(dropout.train()(X).tolist()) == {0, 2}
-
-
 def test_one_iteration_moves_exactly_the_batch_the_outputs_and_the_parameters():
     k, X, size = 4, randn(8, 6), (35 + 10 + 12) * 8
     module = nn.Sequential(linear(6, 5), nn.BatchNorm1d(5).double(), linear(5, 2))
@@ -434,14 +401,22 @@ def test_one_iteration_moves_exactly_the_batch_the_outputs_and_the_parameters():
     assert ledger.bytes == there | {(i, 0): outputs + size for i in range(1, k)}
 
 
-def test_a_module_is_freed_with_its_last_reference():
-    with without_collector():
+def test_nothing_is_kept_when_all_is_done_or_has_failed():
+    gc.collect()
+    gc.disable()
+    try:
         data_parallel = DataParallel(mlp(), [CPU] * 3)
-        dead = weakref.ref(data_parallel.module), weakref.ref(data_parallel.module[0].weight)
+        dead = [weakref.ref(data_parallel.module), weakref.ref(data_parallel.module[0].weight)]
         output = data_parallel(randn(6, 4))
         output.sum().backward()
-        del data_parallel, output
-        assert [ref() for ref in dead] == [None, None]
+        modules = [Apply(lambda self, mine: 1 / (1 - mine)) for _ in range(3)]
+        dead += [weakref.ref(module) for module in modules]
+        with contextlib.suppress(ZeroDivisionError):
+            parallel_apply(modules, range(3))
+        del data_parallel, output, modules
+        assert [ref() for ref in dead] == [None] * 5
+    finally:
+        gc.enable()
 
 
 def test_it_is_a_module_like_any_other():
