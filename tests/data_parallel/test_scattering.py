@@ -83,32 +83,28 @@ def test_a_tensor_is_split_as_split_batch_splits_it(k, device):
 
 
 def test_containers_are_rebuilt_with_their_types():
-    groups, thing = defaultdict(list, a=rows(3), b=[rows(3, 2)]), object()
-    batch = (groups, Pair(rows(3), None), OrderedDict(z=rows(3), y=4), [(), {}, []], thing)
+    groups, thing = defaultdict(list, a=rows(3)), object()
+    batch = (groups, OrderedDict(z=rows(3), y=4), [], thing)
     shards = scatter(batch, [CPU] * 2)
     for shard, part in zip(shards, (slice(0, 2), slice(2, 3)), strict=True):
-        a, b = defaultdict(list, a=rows(3)[part], b=[rows(3, 2)[part]]), Pair(rows(3)[part], None)
-        assert same(shard, (a, b, OrderedDict(z=rows(3)[part], y=4), [(), {}, []], thing))
-        assert shard[0].default_factory is list and shard[0]["new"] == []
+        a, z = defaultdict(list, a=rows(3)[part]), OrderedDict(z=rows(3)[part], y=4)
+        assert same(shard, (a, z, [], thing))
+        assert shard[0]["new"] == []
     assert "new" not in groups and len(groups["a"]) == 3  # the caller's own is as it was
-    assert shards[0][3] is not shards[1][3]  # nor do two devices share a list
-    joined = gather([shard[:4] for shard in scatter(batch, [CPU] * 2)], CPU)
-    assert same(joined, batch[:4]) and joined[0].default_factory is list
+    assert shards[0][2] is not shards[1][2]  # nor do two devices share a list
+    joined = gather([shard[:3] for shard in scatter(batch, [CPU] * 2)], CPU)
+    assert same(joined, batch[:3]) and joined[0].default_factory is list
     assert scatter(Counter(a=2), [CPU] * 2) == [Counter(a=2)] * 2  # which counts in update
 
 
-def test_a_single_device_gets_all_as_it_is():
-    batch = (rows(4, 2), [{"y": rows(3)}], torch.tensor(1.0))
-    [alone] = scatter(batch, [CPU])
-    assert same(alone, batch)
-
-
-def test_shards_are_on_their_devices():
+def test_shards_are_on_their_devices_and_a_single_one_gets_all_as_it_is():
     X = rows(5, 2)
     first, second, third = scatter([X], [CPU, torch.device("meta"), CPU])
     assert first[0].device == third[0].device == CPU
     assert second[0].device.type == "meta" and second[0].shape == (2, 2)
     assert gather(scatter(X, [CPU] * 2), torch.device("meta")).device.type == "meta"
+    batch = (X, [{"y": rows(3)}], torch.tensor(1.0))
+    assert same(scatter(batch, [CPU]), [batch])
 
 
 @pytest.mark.parametrize("dim", [0, 1])
