@@ -41,22 +41,14 @@ class ChunkedLoss(nn.Module):
     With ``recompute``, ``backward`` computes the logits of a chunk a second time, with the same
     random numbers, and then its gradients. That takes longer, but a loss that waits for its
     backward holds no gradients, and there are second derivatives. It is also done where gradients
-    cannot wait or cannot be had at once: in float16, whose gradients a ``GradScaler`` scales first;
-    for ``reduction="none"``; and where the loss depends on more than ``hidden`` and parameters,
-    such as a target that requires gradients.
+    cannot be had at once: in float16, whose gradients a ``GradScaler`` scales first; for
+    ``reduction="none"``; and where the loss depends on more than ``hidden`` and parameters, such as
+    a target that requires gradients.
 
     Args:
-        generator: maps hidden states (n, d) to logits (n, classes), each position by itself.
-        criterion: called with (logits, target), both with a row for each position.
-        devices: where the chunks are computed; the generator is on ``devices[0]``.
-        chunk_size: positions whose logits exist at the same time on one device.
-        count: see ``DataParallelCriterion``.
-        recompute: whether to compute the gradients in ``backward``, and all logits twice.
-
-    Raises:
-        ValueError: see ``DataParallelCriterion``; from a call, ``hidden`` and ``target`` differ in
-            positions.
-        RuntimeError: from ``backward``, where a second derivative needs ``recompute=True``.
+        generator: on ``devices[0]``; maps hidden states (n, d) to logits (n, classes), each
+            position by itself.
+        criterion, count: those of ``DataParallelCriterion``.
     """
 
     def __init__(
@@ -114,7 +106,7 @@ def compute_at_once(generator: Callable, criterion: Callable, chunks: Chunks) ->
     total, grads = 0, {}
     for weight, hidden, target in chunks:
         leaf = hidden.detach().requires_grad_(hidden.requires_grad)
-        with saved_tensors_hooks(_as_it_is, _as_it_is):  # not those of a checkpoint around us
+        with saved_tensors_hooks(lambda X: X, lambda X: X):  # not those of a checkpoint around us
             loss = criterion_on_leaves(generator_on_leaves(leaf), target)
         part = put_together(criterion, [widened(loss)], [weight])
         total = total + part.detach()
@@ -187,10 +179,6 @@ class KnownGradients(torch.autograd.Function):
             raise RuntimeError("ChunkedLoss has second derivatives only with recompute=True")
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return None, None, *[(grad * grad_of_loss).to(dtype) for grad, dtype in pairs]
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def compute_twice(generator: Callable, criterion: Callable, chunks: Chunks) -> torch.Tensor:

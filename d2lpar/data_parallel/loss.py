@@ -75,11 +75,6 @@ class DataParallelCriterion(nn.Module):
         devices: those of the ``DataParallelModel``; none: the whole batch is one output.
         count: target, … -> the number that the mean over them is divided by, proportionally.
         dim: the dimension of the rows.
-
-    Raises:
-        ValueError: the parts of this criterion's loss cannot be put together without ``count``;
-            from a call, outputs and targets differ in rows, there are more outputs than devices, or
-            a loss that is to be averaged is no single number.
     """
 
     def __init__(
@@ -113,9 +108,7 @@ class DataParallelCriterion(nn.Module):
 def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
     """Return the function that counts a target for the mean; None where there is no mean to take.
 
-    Raises:
-        ValueError: ``criterion`` is not one of torch's, its ``reduction`` is neither "sum" nor
-            "none", and there is no ``count``.
+    Raises ValueError for the mean of a criterion that is not torch's, without ``count``.
     """
     if getattr(criterion, "reduction", None) in ("sum", "none"):
         return None

@@ -8,7 +8,6 @@ Source: ``torch.nn.parallel.DataParallel`` and its parts, which need GPUs; the f
 is that of H. Zhang's PyTorch-Encoding.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -49,10 +48,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 
     The gradients are added up on ``devices[0]`` in the order of the devices, so that equal ones
     always have the same sum, to the last bit; 16-bit ones are added as float32 and rounded once.
-
-    Raises:
-        ValueError: a parameter or buffer is not on ``devices[0]``.
-        TypeError: the module, or a part of it, is compiled.
+    The module must be on ``devices[0]``, and not compiled.
     """
     devices = check_devices(devices)
     params, buffers = list(module.parameters()), list(module.buffers())
@@ -134,11 +130,8 @@ def parallel_apply(
     ``modules[i]``, or its only argument. Every thread has the caller's grad mode, inference mode,
     autocast (torch's or ours) and ledger; other settings that torch keeps for each thread, such as
     hooks on saved tensors, hold for the first module only. On a CPU all draw random numbers from
-    one generator, in no certain order.
-
-    Raises:
-        Exception: what the first module raised of those that failed, when all have ended; a note
-            says where.
+    one generator, in no certain order. When modules fail, the first one's error is raised after all
+    have ended, with a note that says where it was.
     """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
     calls, contexts = [], [copy_context() for _ in modules]
@@ -154,7 +147,7 @@ def parallel_apply(
 
 
 def _call(where: str, modes: list, module: Callable, args: Sequence[Any], kwargs: dict) -> Any:
-    """Call ``module`` under ``modes``; an exception is given a note that says where it was."""
+    """Call ``module`` under ``modes``; note on an error where it was."""
     try:
         with ExitStack() as stack:
             for mode in modes:
@@ -200,28 +193,21 @@ class DataParallelModel(nn.Module):
     What mixes the rows of a batch, such as BatchNorm in training, sees those of its device only.
 
     Args:
-        module: whose parameters and buffers are on ``device_ids[0]``; to a single device it is
-            moved.
+        module: is on ``device_ids[0]``; to a single device it is moved.
         device_ids: where the replicas go: devices, their names, or numbers of GPUs. One that is
             named several times has several, so that ``["cpu"] * 3`` are three virtual devices.
             None: all GPUs. Without any GPU, None and numbers mean what they mean in torch: the
             module itself is called, with the whole batch.
         dim: the dimension of the rows, of inputs and outputs.
-        devices: the first edition's name of ``device_ids``.
 
-    Attributes:
-        devices: the devices; an empty list where the module itself is called.
-        device_ids: the same, a GPU as its number, as in torch.
+    The attribute ``device_ids`` is what torch's is; ``devices`` are the devices themselves, none
+    where the module itself is called.
     """
 
-    def __init__(
-        self, module: nn.Module, device_ids: Sequence | None = None, dim: int = 0, *, devices=None
-    ):
+    def __init__(self, module: nn.Module, device_ids: Sequence | None = None, dim: int = 0):
         super().__init__()
-        if devices is not None:
-            warnings.warn("devices is now device_ids", FutureWarning, stacklevel=2)
         self.module, self.dim = module, dim
-        self.devices = chosen_devices(device_ids if devices is None else devices)
+        self.devices = chosen_devices(device_ids)
         self.device_ids = list(map(_as_torch_names, self.devices))
         if len(self.devices) == 1:
             module.to(self.devices[0])
@@ -243,7 +229,7 @@ class DataParallel(DataParallelModel):
     The outputs are joined on ``output_device``, by default the first device. An output without
     dimensions, such as a loss, becomes a vector with a number for each device, whose mean is the
     wrong one where the shards differ in rows. With a single device, or none, the output is the
-    module's, as it is. The arguments are those of ``DataParallelModel``.
+    module's, as it is.
     """
 
     def __init__(
@@ -252,10 +238,8 @@ class DataParallel(DataParallelModel):
         device_ids: Sequence[int | str | torch.device] | None = None,
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
-        *,
-        devices: Sequence[torch.device] | None = None,
     ):
-        super().__init__(module, device_ids, dim, devices=devices)
+        super().__init__(module, device_ids, dim)
         if self.devices:
             there = self.devices[0] if output_device is None else output_device
             [self._there] = check_devices([there])
@@ -268,10 +252,7 @@ class DataParallel(DataParallelModel):
 
 
 def chosen_devices(device_ids: Sequence[int | str | torch.device] | None) -> list[torch.device]:
-    """Return the devices that torch's ``device_ids`` names; none where there is no GPU to number.
-
-    None names all GPUs.
-    """
+    """Return the devices that ``device_ids`` names; none where there is no GPU to number."""
     gpus = range(torch.cuda.device_count())
     named = gpus if device_ids is None else device_ids
     if not gpus and all(isinstance(device, int) for device in named):

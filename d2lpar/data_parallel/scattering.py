@@ -26,12 +26,8 @@ def scatter(inputs: Any, devices: Sequence[torch.device], dim: int = 0) -> list[
 
     Tuples, lists and dicts, nested in any way, are rebuilt around the shards; what is no tensor
     goes to every device by reference. The shards differ by at most one row and keep the order; with
-    fewer rows than devices the last ones are empty. A single device gets all as it is. Gradients
-    flow back.
-
-    Raises:
-        ValueError: there is no device; there are several, and two tensors differ in their size
-            along ``dim``, or one does not have that dimension.
+    fewer rows than devices the last ones are empty. A single device gets all as it is, several only
+    tensors of one size along ``dim``. Gradients flow back.
     """
     devices = check_devices(devices)
     k = len(devices)
@@ -55,10 +51,7 @@ def shards_of(rows: torch.Tensor, k: int, dim: int = 0) -> Sequence[torch.Tensor
 
 
 def num_rows(inputs: Any, dim: int = 0) -> int | None:
-    """Return the size that all tensors of ``inputs`` have along ``dim``; None without tensors.
-
-    Raises ValueError where they differ, or lack the dimension.
-    """
+    """Return the size that all tensors of ``inputs`` have along ``dim``; None without tensors."""
     tensors = tensors_of(inputs)
     for tensor in tensors:
         if not -tensor.dim() <= dim < tensor.dim():
@@ -88,12 +81,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
 
     Tensors are joined along ``dim``; those without dimensions become a vector. Tuples, lists and
     dicts, nested in any way, are rebuilt around the results. Strings, numbers and None must be the
-    same on all devices. Gradients flow back.
-
-    Raises:
-        ValueError: two outputs differ in structure, or in what is no tensor.
-        TypeError: an output is or holds an object of another type.
-        RuntimeError: the shapes differ in more than ``dim``.
+    same on all devices, and nothing else may be among them. Gradients flow back.
     """
     first = outputs[0]
     if isinstance(first, torch.Tensor):

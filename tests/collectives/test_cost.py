@@ -55,17 +55,13 @@ def test_a_step_takes_as_long_as_its_busiest_participant():
 
 def test_ring_bytes_hardly_grow_with_k_and_star_bytes_do():
     n = 4 * 2**20
+    for schedule in CLOSED:  # also of so many
+        big = cost.closed_form(schedule, 100_000, n)
+        assert len(big.sent) == 100_000 and sum(big.sent) == sum(big.received)
     assert cost.closed_form(ring, 100_000, n, 0, 1).busiest_link < 2 * n + 1
     assert cost.closed_form(star, 100_000, n, 0, 1).sent[0] == 99_999 * n
     times = [cost.closed_form(ring, 2**i, n, 0, 1e-9).seconds for i in range(1, 10)]
     assert all(a < b < 2 * n * 1e-9 for a, b in pairwise(times))
-
-
-@pytest.mark.parametrize("schedule", CLOSED)
-def test_the_closed_form_reaches_a_hundred_thousand_participants(schedule):
-    big = cost.closed_form(schedule, 100_000, 4 * 129_070)
-    assert len(big.sent) == len(big.received) == 100_000
-    assert sum(big.sent) == sum(big.received)  # what is sent arrives
 
 
 def test_the_walk_takes_any_schedule_and_the_closed_form_says_that_it_does_not():

@@ -4,8 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import LIMIT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +12,6 @@ from d2lpar import (
     allreduce,
     broadcast,
     count_bytes,
-    launch,
     naive_allreduce,
     reduce_scatter,
     ring_allreduce,
@@ -33,7 +30,8 @@ from d2lpar.collectives.schedules import (
 SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)
 KS = (1, 2, 3, 4, 8)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+COMPLEX = (torch.complex64,)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *COMPLEX)
 on_each_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
@@ -42,23 +40,17 @@ each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
 def make(k, shape, dtype=torch.float32, device="cpu"):
     """Values that name their position and index, small enough to be exact in every dtype."""
-    numel = torch.Size(shape).numel()
-    values = torch.arange(numel).remainder(5).reshape(shape)
+    values = torch.arange(torch.Size(shape).numel()).remainder(5).reshape(shape)
     return [(values + r % 3).to(dtype).to(device) for r in range(k)]
 
 
 def reference(data, op="sum"):
     """The reduction by one call of torch, in float64 where that is wider."""
-    dtype = data[0].dtype
-    wide = torch.stack([t.to(torch.float64) if dtype.is_floating_point else t for t in data])
-    result = {
-        "sum": partial(torch.sum, dtype=wide.dtype),
-        "mean": torch.mean,
-        "max": torch.amax,
-        "min": torch.amin,
-        "product": partial(torch.prod, dtype=wide.dtype),
-    }[op](wide, dim=0)
-    return result.to(dtype)
+    functions = {"sum": torch.sum, "mean": torch.mean, "product": torch.prod}
+    functions |= {"max": torch.amax, "min": torch.amin}
+    whole = torch.stack(data)
+    wide = whole.double() if whole.is_floating_point() else whole
+    return functions[op](wide, dim=0).to(whole.dtype)
 
 
 def assert_allreduces(function, data, op="sum"):
@@ -78,22 +70,15 @@ def test_allreduce_equals_torch_on_every_dtype_op_and_size(schedule, dtype, devi
             data = make(k, shape, dtype, device)
             assert_allreduces(partial(allreduce, schedule=schedule), data)
         for op in OPS:
-            if (op != "mean" or dtype in FLOATS) and not (
-                op in ("max", "min") and dtype.is_complex
-            ):
-                data = [torch.randperm(11).sub(5).to(dtype).to(device) for _ in range(k)]
-                if op == "product":
-                    data = [
-                        tensor.clamp(-2, 2) if dtype in FLOATS[:4] else tensor for tensor in data
-                    ]
-                assert_allreduces(partial(allreduce, schedule=schedule, op=op), data, op)
-
-
-def test_bool_is_reduced_as_logic():
-    for op, expected in (("max", [False, True, True]), ("min", [False, False, True])):
-        data = [torch.tensor([False, False, True]), torch.tensor([False, True, True])]
-        allreduce(data, op=op)
-        assert data[0].tolist() == data[1].tolist() == expected
+            if dtype in {"mean": INTEGERS, "max": COMPLEX, "min": COMPLEX}.get(op, ()):
+                continue  # not defined
+            data = [torch.randint(-2, 3, (11,)).to(dtype).to(device) for _ in range(k)]
+            assert_allreduces(partial(allreduce, schedule=schedule, op=op), data, op)
+    if dtype == torch.uint8:
+        for op, expected in (("max", [0, 1, 1]), ("min", [0, 0, 1])):  # of bool: as logic
+            data = [torch.tensor(bits).bool().to(device) for bits in ([0, 0, 1], [0, 1, 1])]
+            allreduce(data, schedule, op)
+            assert data[0].tolist() == data[1].tolist() == expected
 
 
 @each_schedule
@@ -155,13 +140,10 @@ def test_layouts_that_are_not_contiguous(function, device):
     assert_allreduces(function, mixed)
 
 
-def test_neighbouring_elements_are_left_alone():
+def test_views_and_parameters_are_written_in_place():
     wide = torch.zeros(2, 10)
     allreduce([row[2:5].fill_(1) for row in wide])
     assert wide.tolist() == [[0, 0, 2, 2, 2, 0, 0, 0, 0, 0]] * 2
-
-
-def test_parameters_are_taken_inside_no_grad():
     data = [torch.ones(3, requires_grad=True) for _ in range(2)]
     with torch.no_grad():
         allreduce(data)
@@ -200,11 +182,10 @@ def test_scatter_and_gather_make_an_allreduce(data):
         assert torch.equal(whole, expected)
 
 
-@on_each_device
 @pytest.mark.parametrize("op", OPS)
-def test_reduce_scatter_leaves_shard_r_on_device_r_in_place(op, device):
+def test_reduce_scatter_leaves_shard_r_on_device_r_in_place(op):
     for k in KS:
-        data = make(k, (10, 3), torch.bfloat16 if op == "mean" else torch.float64, device)
+        data = make(k, (10, 3), torch.bfloat16 if op == "mean" else torch.float64)
         expected = reference(data, op).tensor_split(k)
         shards = reduce_scatter(data, op)
         for r in range(k):
@@ -223,11 +204,10 @@ def test_all_gather_joins_shards_of_any_length(k):
     assert all_gather([torch.tensor(float(r)) for r in range(k)])[0].tolist() == list(range(k))
 
 
-@on_each_device
 @pytest.mark.parametrize("k", KS)
-def test_broadcast_copies_the_bits_of_the_source(k, device):
+def test_broadcast_copies_the_bits_of_the_source(k):
     for src in range(k):
-        data = make(k, (3, 4), torch.bfloat16, device)
+        data = make(k, (3, 4), torch.bfloat16)
         data[src][0, 0] = float("nan")
         source = data[src].clone()
         broadcast(data, src)
@@ -249,62 +229,20 @@ def assert_is_a_ring_by_its_bytes(schedule, k):
 @pytest.mark.parametrize("k", range(2, 9))
 def test_the_ring_sends_less_than_two_tensors_and_each_half_of_it_half_of_that(k):
     assert_is_a_ring_by_its_bytes(ring, k)
-    with count_bytes() as ledger:
+    with count_bytes() as first:
         shards = reduce_scatter(make(k, (7 * k,)))
-    assert ledger.sent(0) == (k - 1) * 7 * 4
-    with count_bytes() as ledger:
+    with count_bytes() as second:
         all_gather(shards)
-    assert ledger.sent(0) == (k - 1) * 7 * 4
+    assert first.sent(0) == second.sent(0) == (k - 1) * 7 * 4
 
 
-@pytest.mark.parametrize("k", [3, 4, 8])
-def test_a_ring_of_whole_tensors_is_right_but_for_its_bytes(k):
+def test_a_ring_of_whole_tensors_is_right_but_for_its_bytes():
     def whole_tensor_ring(k):
-        around = [Move(r, (r + 1) % k, None, True) for r in range(k - 1)]
-        back = [Move(r % k, (r + 1) % k, None, False) for r in range(k - 1, 2 * k - 2)]
-        return [[move] for move in around + back]
+        return [[Move(r % k, (r + 1) % k, None, r < k - 1)] for r in range(2 * k - 2)]
 
-    assert_allreduces(partial(allreduce, schedule=whole_tensor_ring), make(k, (7 * k,)))
+    assert_allreduces(partial(allreduce, schedule=whole_tensor_ring), make(3, (21,)))
     with pytest.raises(AssertionError):
-        assert_is_a_ring_by_its_bytes(whole_tensor_ring, k)
-
-
-# Against torch's own collectives, between real processes
-
-
-def test_all_collectives_equal_gloos():
-    def gloo(rank, k, data):
-        def own():
-            return data[rank].clone()
-
-        results = [own() for _ in OPS]
-        kinds = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "product": "PRODUCT"}
-        for tensor, op in zip(results, OPS, strict=True):  # AVG is missing in older versions
-            dist.all_reduce(tensor, getattr(dist.ReduceOp, kinds[op]))
-            tensor.div_(k if op == "mean" else 1)
-        shard, gathered, sent = (
-            torch.empty_like(own()[: len(own()) // k]),
-            own().repeat(k, 1),
-            own(),
-        )
-        dist.reduce_scatter_tensor(shard, own())
-        dist.all_gather_into_tensor(gathered, own())
-        dist.broadcast(sent, k - 1)
-        return [*results, shard, gathered, sent]
-
-    k = 3
-    data = make(k, (4 * k, 3))
-    theirs = launch(gloo, k, data, timeout=LIMIT)
-    for schedule in SCHEDULES:
-        ours = []
-        for op in OPS:
-            ours.append([tensor.clone() for tensor in data])
-            allreduce(ours[-1], schedule, op)
-        ours += [reduce_scatter([tensor.clone() for tensor in data]), all_gather(data)]
-        ours.append([tensor.clone() for tensor in data])
-        broadcast(ours[-1], k - 1)
-        for mine, other in zip(zip(*ours, strict=True), theirs, strict=True):
-            torch.testing.assert_close(list(mine), other, rtol=1e-6, atol=0)
+        assert_is_a_ring_by_its_bytes(whole_tensor_ring, 3)
 
 
 # Mutants that others have published: the assertions above must catch each of them.
@@ -320,24 +258,18 @@ def adds_into_a_new_tensor(data):
 
 
 def reads_what_was_just_overwritten(data):
-    for r in range(len(data)):
-        data[r].copy_(sum(data))
+    for tensor in data:
+        tensor.copy_(sum(data))
 
 
 def keeps_only_the_first_up_to_date(data):
-    for tensor in data[1:]:
-        data[0].add_(tensor)
+    data[0].copy_(sum(data))
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        drops_the_remainder,
-        adds_into_a_new_tensor,
-        reads_what_was_just_overwritten,
-        keeps_only_the_first_up_to_date,
-    ],
-)
+WRONG = (drops_the_remainder, adds_into_a_new_tensor, reads_what_was_just_overwritten)
+
+
+@pytest.mark.parametrize("mutant", [*WRONG, keeps_only_the_first_up_to_date])
 def test_a_wrong_allreduce_is_caught(mutant):
     with pytest.raises(AssertionError):
         assert_allreduces(mutant, make(3, (7,)))
@@ -383,31 +315,22 @@ def test_wrong_lists_are_refused_and_left_as_they_were(functions, data, error, w
         assert now is then or now.is_meta or torch.equal(now.to_dense(), then.to_dense())
 
 
+TWO = make(2, (3,))
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("call", "data", "error", "words"),
     [
-        (lambda two: allreduce(two, op="avg"), ValueError, "'avg', .* none of sum, mean, max, min"),
-        (
-            lambda two: reduce_scatter([t.int() for t in two], "mean"),
-            ValueError,
-            "mean of torch.int",
-        ),
-        (
-            lambda two: allreduce([t + 0j for t in two], op="max"),
-            ValueError,
-            "numbers have no order",
-        ),
-        (
-            lambda two: allreduce([t.to(torch.uint16) for t in two]),
-            ValueError,
-            "torch has no sum of",
-        ),
-        (lambda two: allreduce(two, ring(2)), TypeError, "a function such as ring, not list"),
-        (lambda two: broadcast(two, 2), ValueError, "src is 2, but the positions are 0 to 1"),
-        (lambda two: broadcast(two, -1), ValueError, "src is -1, but"),
-        (lambda two: all_gather([EYE, torch.ones(2, 3)]), ValueError, r"\(2,\), but .* \(3,\)"),
+        (partial(allreduce, op="avg"), TWO, ValueError, "'avg', .* none of sum, mean, max, min"),
+        (partial(reduce_scatter, op="mean"), make(2, (3,), torch.int), ValueError, "mean of torch"),
+        (partial(allreduce, op="max"), [t + 0j for t in TWO], ValueError, "numbers have no order"),
+        (allreduce, make(2, (3,), torch.uint16), ValueError, "torch has no sum of"),
+        (partial(allreduce, schedule=ring(2)), TWO, TypeError, "a function such as ring, not list"),
+        (partial(broadcast, src=2), TWO, ValueError, "src is 2, but the positions are 0 to 1"),
+        (partial(broadcast, src=-1), TWO, ValueError, "src is -1, but"),
+        (all_gather, [EYE, torch.ones(2, 3)], ValueError, r"\(2,\), but .* \(3,\)"),
     ],
 )
-def test_an_unknown_op_source_schedule_or_shape_is_named(call, error, words):
+def test_an_unknown_op_source_schedule_or_shape_is_named(call, data, error, words):
     with pytest.raises(error, match=words):
-        call(make(2, (3,)))
+        call(data)

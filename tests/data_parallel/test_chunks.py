@@ -53,16 +53,12 @@ def test_logits_are_computed_once_or_twice(recompute, calls):
 @both
 def test_the_peak_falls_with_the_size_of_the_chunks(recompute):
     generator, hidden, target = problem(1024, 500, torch.float32)
-    peaks = [
-        peak_memory(
-            lambda size=size: chunked(generator, size, recompute=recompute)(
-                hidden, target
-            ).backward(),
-            CPU,
-        )
-        for size in (1024, 128)
-    ]
-    assert peaks[1] < peaks[0] / 5
+
+    def peak(size):
+        loss = chunked(generator, size, recompute=recompute)
+        return peak_memory(lambda: loss(hidden, target).backward(), CPU)
+
+    assert peak(128) < peak(1024) / 5
 
 
 @both
@@ -90,9 +86,9 @@ def test_a_later_factor_reaches_all_gradients(recompute):
 @pytest.mark.parametrize("kept", ["hidden", "weight", "nothing"])
 def test_what_is_frozen_gets_no_gradient(kept, recompute):
     generator, hidden, target = problem()
-    expected = gradients(
-        F.cross_entropy(generator(hidden), target), [hidden, *generator.parameters()]
-    )
+    whole = F.cross_entropy(generator(hidden), target)
+    tensors = {"hidden": hidden, "weight": generator.weight}
+    expected = {kept: gradients(whole, tensors[kept])[0]} if kept in tensors else {}
     hidden = hidden.detach().requires_grad_(kept == "hidden")
     generator.bias.requires_grad_(False)
     generator.weight.requires_grad_(kept == "weight")
@@ -100,25 +96,18 @@ def test_what_is_frozen_gets_no_gradient(kept, recompute):
     assert value.requires_grad == (kept != "nothing")
     if kept != "nothing":
         value.backward()
-    found = {"hidden": hidden.grad, "weight": generator.weight.grad}
-    assert generator.bias.grad is None
-    for name, wanted in zip(found, expected, strict=False):
-        if name == kept:
-            close(found[name], wanted)
-        else:
-            assert found[name] is None
+    found = {"hidden": hidden.grad, "weight": generator.weight.grad, "bias": generator.bias.grad}
+    close({name: grad for name, grad in found.items() if grad is not None}, expected)
 
 
 @both
-def test_without_gradients_there_is_only_a_value(recompute):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_there_is_only_a_value(mode, recompute):
     generator, hidden, target = problem()
-    loss = chunked(generator, k=2, recompute=recompute)
-    with torch.no_grad():
-        value = loss(hidden, target)
-    assert not value.requires_grad
-    close(value, F.cross_entropy(generator(hidden), target).detach())
-    with torch.inference_mode():
-        close(loss(hidden, target).item(), value.item())
+    with mode():
+        value = chunked(generator, k=2, recompute=recompute)(hidden, target)
+        assert not value.requires_grad
+        close(value, F.cross_entropy(generator(hidden), target))
 
 
 class Choosy(nn.Module):
@@ -126,7 +115,7 @@ class Choosy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.ways = nn.ModuleList([nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(4, 5)]).double()
+        self.ways = nn.ModuleList(nn.Linear(4, 5) for _ in range(3)).double()
 
     def forward(self, hidden):
         return self.ways[int(hidden[0, 0] > 0)](hidden)
@@ -197,14 +186,15 @@ def test_losses_of_16_bits_are_added_as_float32(recompute):
 
 @both
 @pytest.mark.parametrize("size", [2, 7])
-def test_the_loss_may_depend_on_what_is_outside(size, recompute):
-    generator, hidden, target = problem()
+def test_the_loss_may_depend_on_what_is_outside_and_on_its_target(size, recompute):
+    generator, hidden, _ = problem()
     logarithm = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    tensors, hook = [hidden, logarithm, generator.weight], lambda grad: 3 * grad
+    teacher = torch.rand(7, 5, dtype=torch.float64, requires_grad=True)
+    tensors = [hidden, logarithm, generator.weight, teacher]
 
     def gradient(in_chunks):
         temperature = logarithm.exp()
-        temperature.register_hook(hook)  # called once
+        temperature.register_hook(lambda grad: 3 * grad)  # called once
 
         def criterion(logits, target):
             return F.cross_entropy(logits * temperature + logarithm * logits**2, target)
@@ -212,21 +202,11 @@ def test_the_loss_may_depend_on_what_is_outside(size, recompute):
         def in_one(hidden, target):
             return criterion(generator(hidden), target)
 
-        in_parts = chunked(generator, size, 1, criterion, len, recompute)
-        loss = (in_parts if in_chunks else in_one)(hidden, target)
+        in_parts, soft = chunked(generator, size, 1, criterion, len, recompute), teacher.softmax(-1)
+        loss = (in_parts if in_chunks else in_one)(hidden, soft)
         return gradients(loss + temperature.square(), tensors)  # the graph is used again
 
     close(gradient(True), gradient(False))
-
-
-@both
-def test_a_target_may_require_gradients(recompute):
-    generator, hidden, _ = problem()
-    teacher = torch.rand(7, 5, dtype=torch.float64, requires_grad=True)
-    tensors = [teacher, hidden, generator.weight]
-    expected = gradients(F.cross_entropy(generator(hidden), teacher.softmax(-1)), tensors)
-    loss = chunked(generator, k=2, recompute=recompute)(hidden, teacher.softmax(-1))
-    close(gradients(loss, tensors), expected)
 
 
 class Scaled(nn.Module):
@@ -292,34 +272,21 @@ def test_in_a_checkpointed_layer_the_work_grows_with_the_chunks_only(recompute, 
     assert generator.calls <= calls
 
 
-class Cast(nn.Linear):
-    def forward(self, hidden):
-        return super().forward(hidden.to(self.weight.dtype))
-
-
-class Inside(Cast):
+class Inside(nn.Linear):
     def forward(self, hidden):
         with torch.autocast("cpu", torch.float16):
             return super().forward(hidden).float()
 
 
-@pytest.mark.parametrize("where", ["weights", "hidden", "torch.autocast", "autocast", "inside"])
+@pytest.mark.parametrize("where", ["weights", "torch.autocast", "autocast", "inside"])
 def test_a_scale_reaches_float16_before_its_gradients_are_rounded(where):
     torch.manual_seed(0)
-    generator, hidden = Cast(4, 20_000), torch.randn(1024, 4)
-    target, region = torch.zeros(1024, dtype=torch.long), torch.enable_grad()
-    if where == "inside":
-        generator = Inside(4, 20_000)
-    elif where == "weights":
-        generator.half()
-    elif where == "hidden":
-        with torch.no_grad():
-            generator.weight *= 1e-4
-        hidden = hidden.half()
-    else:
-        region = {"torch.autocast": torch.autocast, "autocast": autocast}[where](
-            "cpu", torch.float16
-        )
+    generator = (Inside if where == "inside" else nn.Linear)(4, 20_000)
+    hidden, target = torch.randn(1024, 4), torch.zeros(1024, dtype=torch.long)
+    regions = {"torch.autocast": torch.autocast, "autocast": autocast}
+    region = regions[where]("cpu", torch.float16) if where in regions else torch.enable_grad()
+    if where == "weights":
+        generator, hidden = generator.half(), hidden.half()
     hidden.requires_grad_()
 
     def criterion(logits, target):
@@ -327,9 +294,8 @@ def test_a_scale_reaches_float16_before_its_gradients_are_rounded(where):
 
     with region:
         value = chunked(generator, 256, 1, criterion, len)(hidden, target)
-    grads = gradients(value.float() * 2.0**12, [hidden, generator.weight])
-    zeros = [(grad == 0).float().mean() for grad in grads]
-    assert max(zeros) < 0.05  # nearly all, where the scale comes too late
+    for grad in gradients(value.float() * 2.0**12, [hidden, generator.weight]):
+        assert (grad == 0).float().mean() < 0.05  # nearly all, where the scale comes too late
 
 
 @both
@@ -360,36 +326,26 @@ def test_random_numbers_differ_between_chunks_and_agree_with_the_gradients(recom
 
 
 def test_gradients_are_computed_outside_autocast_as_in_backward():
-    seen = []
+    seen, (generator, hidden, target) = [], problem(dtype=torch.float32)
 
-    class Watch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, X):
-            return X.clone()
+    def watch(module, args, logits):
+        logits.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
 
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return grad
-
-    generator, hidden, target = problem(dtype=torch.float32)
-    watched = nn.Sequential(generator)
-    watched.register_forward_hook(lambda module, args, logits: Watch.apply(logits))
+    generator.register_forward_hook(watch)
     with torch.autocast("cpu", torch.bfloat16):
-        chunked(watched, 4)(hidden, target)
+        chunked(generator, 4)(hidden, target)
     assert seen == [False, False]
 
 
 @pytest.mark.parametrize(
-    ("size", "hidden", "target", "error", "words"),
+    ("size", "hidden", "target", "words"),
     [
-        (0, (7, 4), (7,), ValueError, "chunk_size must be positive, not 0"),
-        (2, (7, 4), (6,), ValueError, r"hidden has shape \[7, 4\], and target \[6\]"),
-        (2, (2, 3, 4), (6,), ValueError, "with the same positions"),
-        (2, (), (), ValueError, r"hidden has shape \[\]"),
-        (2, (7, 3), (7,), RuntimeError, "cannot be multiplied"),
+        (0, (7, 4), (7,), "chunk_size must be positive, not 0"),
+        (2, (7, 4), (6,), r"hidden has shape \[7, 4\], and target \[6\]"),
+        (2, (2, 3, 4), (6,), "with the same positions"),
+        (2, (), (), r"hidden has shape \[\]"),
     ],
 )
-def test_what_does_not_fit_is_named(size, hidden, target, error, words):
-    with pytest.raises(error, match=words):
+def test_what_does_not_fit_is_named(size, hidden, target, words):
+    with pytest.raises(ValueError, match=words):
         chunked(nn.Linear(4, 5), size)(torch.zeros(hidden), torch.zeros(target, dtype=torch.long))

@@ -53,7 +53,6 @@ def cases(n):
         "MultiLabelMarginLoss": ({}, x, torch.tensor([[1, 3, -1, 0, 0]]).repeat(n, 1)),
         "MultiLabelSoftMarginLoss": (weight, x, (y > 0).double()),
         "CrossEntropyLoss of pixels": (index | weight, pixels, labels(n, 4)),
-        "CrossEntropyLoss of probabilities": ({}, x, soft),
         "CrossEntropyLoss of probabilities, smooth": (smooth | weight, x, soft),
         "CrossEntropyLoss, smooth": (smooth | index | {"weight": W + 1}, x, target),
         "CrossEntropyLoss, smooth, without weight": (
@@ -68,11 +67,8 @@ def cases(n):
         found |= {
             name: ({}, x, target),
             f"{name}, weights": (weight, x, target),
-            f"{name}, one ignored": (index, x, target),
             f"{name}, both": (index | weight, x, target),
-            f"{name}, first shards ignored": (weight, x, labels(n, ignored=(0, 1, 2))),
             f"{name}, last shards ignored": ({}, x, labels(n, ignored=(-1, -2, -3))),
-            f"{name}, all but one ignored": ({}, x, labels(n, ignored=range(n - 1))),
             f"{name}, all ignored": (weight, x, labels(n, ignored=range(n))),
         }
     return found
@@ -135,7 +131,7 @@ def test_every_class_that_is_known_is_tested():
 @pytest.mark.parametrize("name", cases(1))
 def test_parts_give_the_loss_and_the_gradients_of_the_whole(name):
     reductions = ("mean", "sum", "none", *["batchmean"] * (name == "KLDivLoss"))
-    for k, rows, reduction in product(KS, (3, 7), reductions):  # fewer than devices, and uneven
+    for (k, rows), reduction in product([(1, 3), (2, 7), (3, 7), (8, 3)], reductions):
         criterion, output, targets = case(name, rows, reduction)
         require_same(criterion, output, targets, k)
     assert criterion.reduction == reductions[-1]  # it is left as it was
@@ -154,15 +150,17 @@ def test_chunks_give_the_loss_and_the_gradients_of_the_whole(name):
         require_same_in_chunks(criterion, randn(rows, 4), target, k, size)
 
 
-@pytest.mark.parametrize("places", [(), (1,), (0,), (3, 0), (2, 3), (2, 3, 2)], ids=str)
+@pytest.mark.parametrize("places", [(), (1,), (0,), (3, 0), (2, 3, 2)], ids=str)
 def test_positions_may_have_any_shape(places):
-    numbers, soft = randn(*places, 5, seed=2), randn(*places, 5, seed=1).softmax(-1)
+    numbers = randn(*places, 5, seed=2)
     for (k, size), reduction in product([(1, 4), (3, 1)], ("mean", "sum", "none")):
-        for target in (labels(*places), soft):
-            criterion = nn.CrossEntropyLoss(reduction=reduction)
+        for kind, target in (
+            (nn.CrossEntropyLoss, labels(*places)),
+            (nn.CrossEntropyLoss, numbers.softmax(-1)),
+            (nn.MSELoss, numbers),
+        ):
+            criterion = kind(reduction=reduction)
             require_same_in_chunks(criterion, randn(*places, 4), target, k, size)
-        criterion = nn.MSELoss(reduction=reduction)
-        require_same_in_chunks(criterion, randn(*places, 4), numbers, k, size)
 
 
 @given(st.integers(1, 9), st.integers(1, 20), st.integers(0, 2**20), st.integers(1, 20))
@@ -178,7 +176,6 @@ def test_whatever_is_ignored(k, rows, ignored, size):
         ("MSELoss", 8, True),
         ("MSELoss", 7, False),
         ("CrossEntropyLoss", 8, True),
-        ("CrossEntropyLoss, one ignored", 8, False),
         ("CrossEntropyLoss, weights", 8, False),
         ("CrossEntropyLoss of pixels", 8, False),
     ],
@@ -189,28 +186,12 @@ def test_the_mean_of_means_is_right_only_where_all_parts_count_the_same(name, ro
     assert gap.abs() < 1e-12 if right else gap.abs() > 1e-3
 
 
-@pytest.mark.parametrize("k", KS)
-def test_training_the_balanced_form_is_training_one_device(k):
-    def train(loss_of):
-        model = mlp(3, 6, 5)
-        optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
-        for step in range(5):
-            X, y = randn(7, 3, seed=step), labels(7, ignored=[step])
-            optimizer.zero_grad()
-            loss_of(model, X, y).backward()
-            optimizer.step()
-        return torch.cat([param.detach().flatten() for param in model.parameters()])
-
-    def balanced(model, X, y):
-        return DataParallelCriterion(criterion, [CPU] * k)(
-            DataParallelModel(model, [CPU] * k)(X), y
-        )
-
-    criterion = nn.CrossEntropyLoss(W + 1)
-    one = train(lambda model, X, y: criterion(model(X), y))
-    wrong = train(lambda model, X, y: mean_of_means(criterion, model(X), [y], k))
-    close(train(balanced), one)
-    assert k == 1 or (wrong - one).abs().nan_to_num(1).max() > 1e-3
+def test_the_balanced_form_is_one_device():
+    model, X, y = mlp(3, 6, 5), randn(7, 3), labels(7, ignored=[0])
+    criterion, three = nn.CrossEntropyLoss(W + 1), [CPU] * 3
+    balanced = DataParallelCriterion(criterion, three)(DataParallelModel(model, three)(X), y)
+    whole, params = criterion(model(X), y), list(model.parameters())
+    close(grad_of(balanced, *params), grad_of(whole, *params))
 
 
 # Other criteria, outputs and devices.
@@ -244,16 +225,12 @@ def test_a_criterion_of_ones_own_and_its_parameters(reduction):
 
 
 def test_other_dimensions_counts_and_structures():
-    for reduction in ("mean", "none"):
+    for reduction in ("mean", "sum", "none"):
         criterion = nn.CrossEntropyLoss(reduction=reduction)
         require_same(criterion, randn(2, 5, 7), [labels(2, 7)], 3, dim=-1)
-    for reduction in ("sum", "none"):  # there is no mean, and count is of no matter
-        criterion = nn.CrossEntropyLoss(reduction=reduction)
-        require_same(criterion, randn(6, 5), [labels(6, ignored=(4, 5))], 3, count=len)
+        if reduction != "mean":  # count is of no matter
+            require_same(criterion, randn(6, 5), [labels(6, ignored=(4, 5))], 3, count=len)
     require_same(F.mse_loss, randn(7, 2), [randn(7, 2, seed=1)], 3, torch.numel)
-    output, target = randn(5), torch.tensor(2)  # a single row, without a dimension
-    loss = DataParallelCriterion(nn.CrossEntropyLoss(), [CPU])([output], target)
-    close(loss, F.cross_entropy(output, target))
 
     def criterion(output, target):
         return F.mse_loss(output["mean"], target) + output["more"][0].abs().mean()
@@ -274,15 +251,12 @@ def test_a_model_without_devices_and_its_loss_take_the_whole_batch(monkeypatch):
         loss(split(randn(6, 5), 2), target)
 
 
-def test_a_criterion_is_replicated():
-    criterion = nn.CrossEntropyLoss(W)
+def test_a_criterion_is_replicated_and_its_error_says_where():
     with count_bytes() as ledger:
-        DataParallelCriterion(criterion, [CPU] * 3)(split(randn(6, 5), 3), labels(6))
+        DataParallelCriterion(nn.CrossEntropyLoss(W), [CPU] * 3)(split(randn(6, 5), 3), labels(6))
     targets = 2 * 8
     assert {ledger.bytes[0, i] for i in (1, 2)} == {W.nbytes + targets}
 
-
-def test_an_error_says_on_which_device_it_was():
     def criterion(output, target):
         if target[0] == 2:
             raise KeyError("two")
@@ -302,9 +276,8 @@ class Own(nn.CrossEntropyLoss):
 @pytest.mark.parametrize(
     ("criterion", "name"),
     [
-        (Relative(), "Relative"),
-        (Own(), "Own"),
         (F.mse_loss, "mse_loss"),
+        (Own(), "Own"),
         (nn.CosineEmbeddingLoss(), "CosineEmbeddingLoss"),
         (partial(F.mse_loss), "partial"),
     ],
@@ -316,10 +289,6 @@ def test_without_count_an_unknown_mean_is_refused(criterion, name):
     ):
         with pytest.raises(ValueError, match=f"{name} is not a loss of torch.nn .* pass count"):
             make()
-
-
-def per_class(output, target):
-    return (output - target).sum(0)
 
 
 @pytest.mark.parametrize(
@@ -334,4 +303,5 @@ def per_class(output, target):
 )
 def test_outputs_that_do_not_fit_are_named(outputs, words):
     with pytest.raises(ValueError, match=words):
-        DataParallelCriterion(per_class, [CPU] * 2, len)(outputs, randn(4, 5))
+        loss = DataParallelCriterion(lambda output, y: (output - y).sum(0), [CPU] * 2, len)
+        loss(outputs, randn(4, 5))

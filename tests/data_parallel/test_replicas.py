@@ -5,7 +5,6 @@ import gc
 import inspect
 import pickle
 import threading
-import traceback
 import weakref
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -61,21 +60,7 @@ def storages(module):
     return {t.untyped_storage().data_ptr() for t in chain(module.parameters(), module.buffers())}
 
 
-@contextlib.contextmanager
-def without_collector():
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 # The definition: training on shards is training on the whole batch.
-
-
-def squares(y_hat, y):
-    return (y_hat - y) ** 2
 
 
 def train(module, batches, loss):
@@ -89,12 +74,12 @@ def train(module, batches, loss):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("k", [1, 2, 3, 8])
+@pytest.mark.parametrize("k", [1, 3, 8])
 def test_on_k_devices_it_trains_as_on_one(k, device):
-    images = [(torch.rand(n, 1, 28, 28).double(), torch.randint(10, (n,))) for n in (9, 3, 1)]
+    images = [(torch.rand(n, 1, 28, 28).double(), torch.randint(10, (n,))) for n in (9, 1)]
     vectors = [(randn(n, 4), randn(n, 3, seed=1)) for n in (8, 5, 3, 1, 2, 0, 13)]
     for plain, batches, criterion in (
-        (mlp(), vectors, squares),
+        (mlp(), vectors, lambda y_hat, y: (y_hat - y) ** 2),
         (LeNet(0.1).double(), images, loss),
     ):
         start, ours = deepcopy(plain), deepcopy(plain).to(device)
@@ -107,29 +92,19 @@ def test_on_k_devices_it_trains_as_on_one(k, device):
 
 
 def frozen():
-    module = mlp()
-    module[0].weight.requires_grad_(False)
+    module = Apply(lambda self, X: self.body(X), body=mlp(), unused=linear(4, 4))
+    module.body[0].weight.requires_grad_(False)
     return module
 
 
 def tied():
     first, last = linear(4, 4), linear(4, 4)
     last.weight = first.weight
-    return nn.Sequential(first, nn.Tanh(), last)
-
-
-def shared():
-    layer = linear(4, 4)
-    return nn.Sequential(layer, nn.Tanh(), layer)
+    return nn.Sequential(first, nn.Tanh(), last, nn.Tanh(), first)
 
 
 def weight_norm():
     return nn.Sequential(nn.utils.parametrizations.weight_norm(linear(4, 3)), nn.Tanh())
-
-
-def complex_weight():
-    weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128))
-    return Apply(lambda self, X: (X.to(weight.dtype) @ self.weight).abs(), weight=weight)
 
 
 def buffer_with_gradient():
@@ -143,12 +118,7 @@ def parameter_list():
     return Apply(lambda self, X: torch.tanh(X @ self.weights[0]) @ self.weights[1], weights=weights)
 
 
-def unused():
-    return Apply(lambda self, X: self.body(X), body=mlp(), spare=linear(4, 4))
-
-
-BUILDERS = [mlp, frozen, tied, shared, weight_norm, complex_weight, buffer_with_gradient]
-BUILDERS += [parameter_list, unused]
+BUILDERS = [mlp, frozen, tied, weight_norm, buffer_with_gradient, parameter_list]
 
 
 @pytest.mark.parametrize("build", BUILDERS)
@@ -167,17 +137,15 @@ def test_gradients_of_all_replicas_are_summed_into_the_module(build):
     assert any(t.grad is not None and t.grad.abs().max() > 1e-2 for t in tensors[0])
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_layers_are_split_along_dimension_1(kind):
-    plain, X = kind(3, 4, num_layers=2).double(), randn(5, 7, 3)
+def test_recurrent_layers_are_split_along_dimension_1():
+    plain, X = nn.LSTM(3, 4, num_layers=2).double(), randn(5, 7, 3)
     ours, results = deepcopy(plain), []
     for module in (plain, DataParallel(ours, [CPU] * 3, dim=1)):
-        states, last = module(X)
-        last = torch.stack(last) if isinstance(last, tuple) else last
-        ((states**3).sum() + (last**2).sum()).backward()
-        results.append((states, last, grads(module)))
+        states, (last, cell) = module(X)
+        ((states**3).sum() + (last * cell).sum()).backward()
+        results.append((states, last, cell, grads(module)))
     close(*results)
-    assert all(grad.abs().max() > 1e-4 for grad in results[0][2])
+    assert all(grad.abs().max() > 1e-4 for grad in results[0][3])
 
 
 def test_sparse_gradients_stay_sparse():
@@ -185,9 +153,7 @@ def test_sparse_gradients_stay_sparse():
     ours, words = deepcopy(plain), torch.tensor([[7, 2], [7, 7], [49, 2]])
     for module in (plain, DataParallel(ours, [CPU] * 2)):
         (module(words) ** 2).sum().backward()
-    assert ours.weight.grad.is_sparse
-    close(ours.weight.grad.to_dense(), plain.weight.grad.to_dense(), 1e-6)
-    assert ours.weight.grad.coalesce().indices().tolist() == [[2, 7, 49]]
+    close(ours.weight.grad.coalesce(), plain.weight.grad.coalesce(), 1e-6)
 
 
 def test_double_backward_is_that_of_the_plain_module():
@@ -230,16 +196,18 @@ def test_backward_may_run_in_several_threads():
 
 def test_replicas_beyond_the_first_share_no_memory_with_the_module():
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2))
-    first, *others = replicate(module, [CPU] * 3)
-    assert storages(first) == storages(module)
-    assert not storages(others[0]) & storages(module) and not storages(others[1]) & storages(module)
-    assert not storages(others[0]) & storages(others[1])
-    for replica in (first, *others):
+    replicas = replicate(module, [CPU] * 3)
+    owned = [storages(replica) for replica in replicas]
+    assert owned[0] == storages(module)
+    assert len(set.union(*owned)) == sum(map(len, owned))
+    for replica in replicas:
         close(list(replica.state_dict().values()), list(module.state_dict().values()), 0)
         assert [type(part) for part in replica.modules()] == [type(p) for p in module.modules()]
         assert not set(replica.modules()) & set(module.modules())
         assert all(p.requires_grad and not p.is_leaf for p in replica.parameters())
         assert replica[2]._flat_weights[1] is replica[2].weight_hh_l0
+    there = replicate(nn.BatchNorm1d(2), [CPU, torch.device("meta")])[1]
+    assert {tensor.device.type for tensor in there.state_dict().values()} == {"meta"}
 
 
 def test_running_statistics_go_on_with_the_first_shard():
@@ -295,12 +263,6 @@ def test_what_is_one_in_the_module_is_one_in_the_replica():
     assert replicate(module, [CPU])[0].zero is module.zero
 
 
-def test_replicas_are_on_their_devices():
-    replicas = replicate(nn.BatchNorm1d(2), [CPU, torch.device("meta")])
-    for replica, device in zip(replicas, ("cpu", "meta"), strict=True):
-        assert {t.device.type for t in replica.state_dict().values()} == {device}
-
-
 # Applying modules in parallel.
 
 
@@ -328,13 +290,11 @@ def modes(*_):
 @pytest.mark.parametrize(
     "mode",
     [
-        torch.enable_grad,
         torch.no_grad,
         torch.inference_mode,
         lambda: torch.autocast("cpu"),
         lambda: torch.autocast("cpu", dtype=torch.float16),
         lambda: torch.autocast("cpu", cache_enabled=False),
-        lambda: torch.autocast("cpu", enabled=False),
     ],
 )
 def test_every_thread_has_the_modes_of_the_caller(mode):
@@ -346,17 +306,6 @@ def test_every_thread_has_the_modes_of_the_caller(mode):
     assert modes() == before
 
 
-def test_autocast_gives_what_it_gives_the_plain_module():
-    plain, X = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), torch.randn(6, 4)
-    ours, outputs = deepcopy(plain), []
-    for module in (plain, DataParallel(ours, [CPU] * 3)):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            outputs.append(module(X))
-        outputs[-1].float().sum().backward()
-    assert outputs[1].dtype == torch.bfloat16
-    close([outputs[1], *grads(ours)], [outputs[0], *grads(plain)], 0.02)
-
-
 def test_the_ledger_counts_in_every_thread():
     module = Apply(lambda self, i: to_device(torch.zeros(1 + i), CPU, i, 9))
     with count_bytes() as ledger:
@@ -364,71 +313,45 @@ def test_the_ledger_counts_in_every_thread():
     assert ledger.bytes == {(0, 9): 4, (1, 9): 8, (2, 9): 12}
 
 
-def test_after_an_exception_nothing_is_kept():
-    with without_collector():
-        modules = [Apply(lambda self, mine: 1 / (1 - mine)) for _ in range(3)]
-        dead = [weakref.ref(module) for module in modules]
-        with contextlib.suppress(ZeroDivisionError):
-            parallel_apply(modules, range(3))
-        del modules
-        assert [ref() for ref in dead] == [None] * 3
-
-
-@pytest.mark.parametrize("i", [0, 1, 3])
-def test_an_exception_comes_through_with_its_traceback_and_a_note(i):
-    failure = KeyError("broken")
-
-    def deep_inside(mine):
-        if mine == i:
-            raise failure
-
-    with pytest.raises(KeyError) as caught:
-        parallel_apply([Apply(lambda self, mine: deep_inside(mine))] * 4, range(4))
-    assert caught.value is failure
-    assert failure.__notes__ == [f"This was the replica on device {i} (cpu)."]
-    assert "deep_inside" in {f.name for f in traceback.extract_tb(failure.__traceback__)}
-
-
-def test_of_several_exceptions_the_first_by_position_comes_when_all_have_ended():
+def test_of_several_exceptions_the_first_by_position_comes_with_a_note_when_all_have_ended():
     failed, ended = threading.Event(), []
 
     def fail(self, i):
-        if i == 1:
-            assert failed.wait(20)  # position 2 fails before
+        if i != 2:
+            assert failed.wait(20)  # position 2 fails before the others
         failed.set()
         ended.append(i)
         if i:
             raise RuntimeError(f"at {i}")
-        assert failed.wait(20)
 
-    with pytest.raises(RuntimeError, match=r"^at 1"):
+    with pytest.raises(RuntimeError, match=r"^at 1") as caught:
         parallel_apply([Apply(fail)] * 4, range(4))
     assert sorted(ended) == [0, 1, 2, 3]
+    assert caught.value.__notes__ == ["This was the replica on device 1 (cpu)."]
+    assert caught.traceback[-1].name == "fail"
+    with pytest.raises(RuntimeError, match=r"^at 3") as caught:
+        parallel_apply([Apply(fail)], [3])
+    assert "device 0 (cpu)" in caught.value.__notes__[0]
 
 
 # The whole.
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 7])
-@pytest.mark.parametrize("k", [1, 3])
-def test_nested_inputs_and_outputs(k, n):
-    def forward(self, batch, scale, *, extra, name):
+def test_nested_inputs_and_outputs(n):
+    def forward(self, batch, scale, *, extra):
         X, y = batch["pair"]
-        assert name == "words" and scale == 3
-        return {"sum": [X + y * scale], "out": (Pair(extra, None), name)}
+        return {"sum": [X + y * scale], "out": (Pair(extra["E"], None), "words")}
 
-    pair = Pair(randn(n, 2), randn(n, 2, seed=1))
-    args, kwargs = ({"pair": pair}, 3), {"extra": [randn(n)], "name": "words"}
-    output = DataParallel(Apply(forward), [CPU] * k)(*args, **kwargs)
-    expected = forward(None, *args, **kwargs)
-    close(output.pop("sum"), expected["sum"])
-    (ours, words), (theirs, _) = output.pop("out"), expected["out"]
-    assert type(ours) is Pair and torch.equal(ours.x[0], theirs.x[0]) and ours.y is None
-    assert words == "words" and not output
+    X, y, E = randn(n, 2), randn(n, 2, seed=1), randn(n, seed=2)
+    model = DataParallel(Apply(forward), [CPU] * 3)
+    output = model({"pair": Pair(X, y)}, 3, extra={"E": E})
+    assert list(output) == ["sum", "out"] and type(output["out"][0]) is Pair
+    close(output["sum"], [X + y * 3])
+    assert torch.equal(output["out"][0].x, E) and output["out"][1] == "words"
 
 
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("args", [(), (3, "words"), (None, [2])])
+@pytest.mark.parametrize(("k", "args"), [(1, ()), (4, ()), (4, (3, "words")), (4, (None, [2]))])
 def test_without_tensors_to_split_the_module_runs_once(k, args):
     calls, weight = [], nn.Parameter(randn(2))
 
@@ -464,13 +387,6 @@ def test_without_the_gather_there_is_an_output_for_each_device_with_rows():
         close(module[2].bias.grad, torch.full((3,), 3.0 * n).double())
 
 
-def test_training_and_evaluation_reach_every_replica():
-    dropout, X = DataParallel(nn.Sequential(nn.Dropout(0.5)), [CPU] * 3), torch.ones(60)
-    assert set(dropout(X).tolist()) == {0, 2}
-    assert torch.equal(dropout.eval()(X), X)
-    assert set(dropout.train()(X).tolist()) == {0, 2}
-
-
 def test_one_iteration_moves_exactly_the_batch_the_outputs_and_the_parameters():
     k, X, size = 4, randn(8, 6), (35 + 10 + 12) * 8
     module = nn.Sequential(linear(6, 5), nn.BatchNorm1d(5).double(), linear(5, 2))
@@ -485,14 +401,22 @@ def test_one_iteration_moves_exactly_the_batch_the_outputs_and_the_parameters():
     assert ledger.bytes == there | {(i, 0): outputs + size for i in range(1, k)}
 
 
-def test_a_module_is_freed_with_its_last_reference():
-    with without_collector():
+def test_nothing_is_kept_when_all_is_done_or_has_failed():
+    gc.collect()
+    gc.disable()
+    try:
         data_parallel = DataParallel(mlp(), [CPU] * 3)
-        dead = weakref.ref(data_parallel.module), weakref.ref(data_parallel.module[0].weight)
+        dead = [weakref.ref(data_parallel.module), weakref.ref(data_parallel.module[0].weight)]
         output = data_parallel(randn(6, 4))
         output.sum().backward()
-        del data_parallel, output
-        assert [ref() for ref in dead] == [None, None]
+        modules = [Apply(lambda self, mine: 1 / (1 - mine)) for _ in range(3)]
+        dead += [weakref.ref(module) for module in modules]
+        with contextlib.suppress(ZeroDivisionError):
+            parallel_apply(modules, range(3))
+        del data_parallel, output, modules
+        assert [ref() for ref in dead] == [None] * 5
+    finally:
+        gc.enable()
 
 
 def test_it_is_a_module_like_any_other():
@@ -508,24 +432,19 @@ def test_it_is_a_module_like_any_other():
 # Arguments
 
 
-def test_parameters_are_torchs_and_then_ours():
+def test_parameters_are_torchs():
     ours, theirs = (inspect.signature(kind).parameters for kind in (DataParallel, nn.DataParallel))
-    shared = list(ours.values())[: len(theirs)]
-    assert [(p.name, p.default, p.kind) for p in shared] == [
+    assert [(p.name, p.default, p.kind) for p in ours.values()] == [
         (p.name, p.default, p.kind) for p in theirs.values()
     ]
-    assert all(p.kind is p.KEYWORD_ONLY for p in list(ours.values())[len(theirs) :])
 
 
 def test_devices_may_be_named_in_every_way():
     X, module = randn(5, 4), mlp()
-    for device_ids in ([CPU] * 2, ["cpu:0", "cpu"], ("cpu", CPU)):
+    for device_ids in (["cpu:0", "cpu"], ("cpu", CPU)):
         model = DataParallel(module, device_ids=device_ids)
         assert model.devices == model.device_ids == [CPU] * 2
         close(model(X), module(X))
-    for kind in (DataParallel, DataParallelModel):
-        with pytest.warns(FutureWarning, match="devices is now device_ids"):
-            assert kind(mlp(), devices=[CPU] * 2).devices == [CPU] * 2
 
 
 @pytest.mark.parametrize("args", [(), ([0, 1],), (None, 0), ([],)], ids=str)
@@ -542,12 +461,14 @@ def test_without_a_gpu_it_calls_the_module_as_torchs_does(args):
     assert torch.equal(output, theirs(X)) and len(seen) == 4
 
 
-def compiled(in_place):
+def compiled():
+    return torch.compile(nn.ReLU(), backend="eager")
+
+
+def compiled_in_place():
     module = nn.ReLU()
-    if in_place:
-        module.compile(backend="eager")
-        return nn.Sequential(nn.ReLU(), module)
-    return torch.compile(module, backend="eager")
+    module.compile(backend="eager")
+    return nn.Sequential(nn.ReLU(), module)
 
 
 TWO = [CPU] * 2
@@ -555,8 +476,8 @@ ERRORS = [
     (lambda: replicate(mlp(), []), ValueError, "devices is empty"),
     (lambda: replicate(mlp(), ["meta"]), ValueError, r"0\.weight is on cpu: move the module to me"),
     (lambda: replicate(nn.LazyLinear(3), TWO), ValueError, "dummy batch"),
-    (lambda: replicate(compiled(in_place=False), TWO), TypeError, "^the module is compiled: only "),
-    (lambda: replicate(compiled(in_place=True), TWO), TypeError, "^1 is compiled: only the orig"),
+    (lambda: replicate(compiled(), TWO), TypeError, "^the module is compiled: only "),
+    (lambda: replicate(compiled_in_place(), TWO), TypeError, "^1 is compiled: only the orig"),
     (lambda: parallel_apply([mlp()] * 2, [()]), ValueError, "shorter"),
     (lambda: parallel_apply([mlp()], [()], [{}] * 2), ValueError, "longer"),
     (lambda: DataParallel(mlp(), "cpu"), TypeError, "must be a list of devices, not 'cpu'"),
@@ -585,30 +506,14 @@ def test_on_gpus_it_is_torchs_own(build):
     recurrent = build is nn.LSTM
     module = nn.LSTM(4, 3).double() if recurrent else build()
     X, dim = randn(*(5, 6, 4) if recurrent else (6, 4)).cuda(0), int(recurrent)
-
-    def parts(module):
-        """Our replicas and threads, between torch's scatter and gather."""
-
-        def forward(X):
-            shards = nn.parallel.scatter((X,), [0, 1], dim)
-            outputs = parallel_apply(replicate(module, devices), shards)
-            return nn.parallel.gather(outputs, 0, dim)
-
-        return forward
-
     results = []
-    for wrap in (
-        lambda module: nn.DataParallel(module, [0, 1], dim=dim),
-        lambda module: DataParallel(module, devices, dim=dim),
-        parts,
-    ):
+    for wrap in (nn.DataParallel, DataParallel):
         copied = deepcopy(module).cuda(0)
-        output = wrap(copied)(X)
+        output = wrap(copied, devices, dim=dim)(X)
         output = output[0] if recurrent else output
         (output**2).sum().backward()
         results.append((output, [p.grad for p in copied.parameters() if p.grad is not None]))
-    close(results[1], results[0])
-    close(results[2], results[0])
+    close(*results)
 
 
 @pytest.mark.gpu

@@ -45,6 +45,10 @@ def whole_mlp():
     return nn.Sequential(nn.Linear(IN, OUT), nn.GELU(), nn.Linear(OUT, IN))
 
 
+def lenet_params():
+    return init_params(0.1, torch.Generator().manual_seed(9))
+
+
 class WholeLeNet(nn.Module):
     def __init__(self):
         super().__init__()
@@ -54,47 +58,32 @@ class WholeLeNet(nn.Module):
         return lenet(X, self.params)
 
 
-def lenet_params():
-    return init_params(0.1, torch.Generator().manual_seed(9))
-
-
 # The two operators
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_each_operator_is_the_others_way_back(k):
-    def run(rank, world_size, operator, dtype):
-        X, grad = numbers(rank, dtype=dtype), numbers(rank + 4, dtype=dtype)
-        leaf = X.clone().requires_grad_()
-        output = operator(leaf)
-        output.backward(grad)
-        assert torch.equal(leaf, X) and torch.equal(grad, numbers(rank + 4, dtype=dtype))
-        return output.detach(), leaf.grad
-
-    def run_all(rank, world_size):
-        X_sum, grad_sum = total(range(world_size)), total(range(4, 4 + world_size))
-        for dtype in (torch.float32, torch.bfloat16):
-            copied = run(rank, world_size, copy_to_group, dtype)
-            close(copied, (numbers(rank, dtype=dtype), grad_sum.to(dtype)))
-            reduced = run(rank, world_size, reduce_from_group, dtype)
-            close(reduced, (X_sum.to(dtype), numbers(rank + 4, dtype=dtype)))
-
-    launch(run_all, k, timeout=LIMIT)
-
-
-def test_tensors_may_be_strided_and_gradients_expanded():
     def run(rank, world_size):
-        results = []
-        for operator in (copy_to_group, reduce_from_group):
-            leaf = numbers(rank, (3, 2)).requires_grad_()
-            output = operator(leaf.T)
-            ((rank + 1) * output.sum()).backward()
-            results += [output.detach(), leaf.grad]
-        ones = torch.ones(3, 2)
-        X_sum = total(range(2), (3, 2)).T
-        close(results, [numbers(rank, (3, 2)).T, 3 * ones, X_sum, (rank + 1) * ones])
+        members = range(world_size)
+        for dtype in (torch.float32, torch.bfloat16):
+            X, grad = numbers(rank, dtype=dtype), numbers(rank + 4, dtype=dtype)
+            X_sum, grad_sum = total(members).to(dtype), total(m + 4 for m in members).to(dtype)
+            for operator, *expected in (
+                (copy_to_group, X, grad_sum),
+                (reduce_from_group, X_sum, grad),
+            ):
+                leaf = X.clone().requires_grad_()
+                output = operator(leaf)
+                output.backward(grad)
+                close((output.detach(), leaf.grad), tuple(expected))
+                assert torch.equal(leaf, X) and torch.equal(grad, numbers(rank + 4, dtype=dtype))
+                strided = operator(leaf.T)
+                close(strided.detach(), expected[0].T)
+                [back] = torch.autograd.grad(strided.sum(), leaf)  # whose gradient is expanded
+                ones = world_size if operator is copy_to_group else 1
+                close(back, torch.full_like(X, ones))
 
-    launch(run, 2, timeout=LIMIT)
+    launch(run, k, timeout=LIMIT)
 
 
 def test_groups_smaller_than_the_world_do_not_mix():
@@ -172,38 +161,28 @@ def sent(make, X):
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_training_columns_and_rows_is_training_linear(k):
+def test_training_parts_is_training_the_whole(k):
     def run(rank, world_size):
         for shape in ((5, IN), (2, 3, IN)):
             for bias in (True, False):
                 assert_trains_alike(COLUMNS, shape, IN, OUT, bias)
                 assert_trains_alike(ROWS, shape, IN, OUT, bias)
-
-    launch(run, k, timeout=LIMIT)
-
-
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_the_mlp_is_that_of_one_process_with_one_allreduce_each_way(k):
-    def run(rank, world_size):
         assert_trains_alike(MLP, (2, 3, IN))
-        if world_size == 2:
-            one = 2 * 3 * IN * 4, 1
-            assert sent(MLP[0], torch.ones(2, 3, IN, requires_grad=True)) == [one, one]
-
-    launch(run, k, timeout=LIMIT)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_lenet_in_parts_trains_as_in_one_process(k):
-    def run(rank, world_size):
         assert_trains_alike(LENET, (8, 1, 28, 28))
-        if world_size == 2:
-            forward, hidden, images = 4 * (50 * 9 * 9 + 10) * 4, 4 * 800 * 4, 4 * 28 * 28 * 4
-            X = torch.ones(4, 1, 28, 28)
-            assert sent(LENET[0], X) == [(forward, 2), (hidden, 1)]
-            assert sent(LENET[0], X.requires_grad_()) == [(forward, 2), (hidden + images, 2)]
 
     launch(run, k, timeout=LIMIT)
+
+
+def test_the_mlp_has_one_allreduce_each_way_and_lenet_two():
+    def run(rank, world_size):
+        one = 2 * 3 * IN * 4, 1
+        assert sent(MLP[0], torch.ones(2, 3, IN, requires_grad=True)) == [one, one]
+        forward, hidden, images = 4 * (50 * 9 * 9 + 10) * 4, 4 * 800 * 4, 4 * 28 * 28 * 4
+        X = torch.ones(4, 1, 28, 28)
+        assert sent(LENET[0], X) == [(forward, 2), (hidden, 1)]
+        assert sent(LENET[0], X.requires_grad_()) == [(forward, 2), (hidden + images, 2)]
+
+    launch(run, 2, timeout=LIMIT)
 
 
 # Where the parts come from
@@ -220,32 +199,18 @@ def test_with_one_seed_the_parts_make_the_layer_of_one_process():
             for param, other, cut in zip(layer.parameters(), whole.parameters(), cuts, strict=True):
                 assert torch.equal(param, part(other, cut))
         assert torch.equal(state, torch.get_rng_state())
-        return ours[0].weight.shape, ours[1].weight.shape
-
-    assert launch(run, 3, timeout=LIMIT) == [((n, IN), (IN, n)) for n in (3, 2, 2)]
-
-
-def test_with_other_seeds_the_row_bias_is_still_the_first_ranks():
-    def run(rank, world_size):
         layer, drawn = (seeded(rank, kind, IN, OUT) for kind in (RowParallelLinear, nn.Linear))
         assert torch.equal(layer.weight, part(drawn.weight, 1))
-        assert torch.equal(layer.bias, drawn.bias) == (rank == 0)
+        assert torch.equal(layer.bias, drawn.bias) == (rank == 0)  # the first rank's
+        whole = torch.arange(10.0, requires_grad=True)
+        own = own_part(whole, 0)
+        own += 100  # it is a copy, and keeps no more than itself
+        assert own.untyped_storage().nbytes() == 4 * len(own) and not own.requires_grad
+        assert whole.tolist() == list(range(10))
         return layer.bias.tolist(), layer(torch.ones(2, layer.weight.shape[1])).tolist()
 
     results = launch(run, 3, timeout=LIMIT)
     assert results == results[:1] * 3
-
-
-def test_a_part_is_a_copy_that_keeps_only_itself():
-    def run(rank, world_size):
-        whole = torch.arange(10.0, requires_grad=True)
-        own = own_part(whole, 0)
-        own += 100
-        assert whole.tolist() == list(range(10)) and not own.requires_grad
-        return own.tolist(), own.untyped_storage().nbytes()
-
-    (first, nbytes), (second, _) = launch(run, 2, timeout=LIMIT)
-    assert nbytes == 20 and first + second == list(range(100, 110))
 
 
 def test_fewer_columns_rows_or_channels_than_ranks_are_an_error():
