@@ -39,6 +39,8 @@ def check_save(path, tensors, info=None) -> None:
         if tensor.layout != torch.strided or tensor.is_complex():
             kind = f"{tensor.dtype}, {tensor.layout}"
             raise ValueError(f"tensors[{name!r}] ({kind}) must be a dense one of real numbers")
+    if "__metadata__" in tensors:
+        raise ValueError('no tensor may have the name "__metadata__": safetensors needs it itself')
     if json.loads(json.dumps(info, allow_nan=False)) != info:  # a tuple would become a list
         allowed = "str, int, float, bool, None, and lists and dicts (with str keys) of them"
         raise ValueError(f"info would not come back from JSON as it is: use {allowed}")

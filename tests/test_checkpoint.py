@@ -119,6 +119,7 @@ JSON = "would not come back from JSON"
         ({"state": {"w": torch.ones(1)}}, None, TypeError, "tensors['state'] must be a tensor"),
         ({"w": torch.ones(1, dtype=torch.complex64)}, None, ValueError, "torch.complex64"),
         ({"w": torch.eye(2).to_sparse()}, None, ValueError, "torch.sparse_coo"),
+        ({"__metadata__": torch.ones(1)}, None, ValueError, 'the name "__metadata__"'),
         ({}, {"bad": math.nan}, ValueError, "not JSON compliant"),
         ({}, {"bad": (1, 2)}, ValueError, JSON),
         ({}, {"bad": {1: 2}}, ValueError, JSON),
