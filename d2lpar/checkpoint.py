@@ -90,9 +90,10 @@ def load_checkpoint(
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait for a writer
             raise OSError("it is a folder, a pipe or a device")
-        with safetensors.safe_open(path, "pt") as file:
-            saved, _, text = file.metadata()["checkpoint"].partition(" ")
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        content = Path(path).read_bytes()  # at once: safe_open would open a name twice
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        saved, _, text = header["__metadata__"]["checkpoint"].partition(" ")
+        tensors = safetensors.torch.load(content)
     except OSError as error:
         problem = f"it cannot be read ({error.strerror or error})"
         raise CheckpointError(f"{path}: {problem}. Give the name of a checkpoint.") from error

@@ -38,7 +38,6 @@ def board():
 PICTURES = {
     "schedule": lambda: plot.schedule(tree, 3, title=LONG),
     "iteration": lambda: plot.iteration({WORDS: [Step(WORDS, {(0, 1): 2}, (1,))]}),
-    "data_parallel": lambda: plot.data_parallel(4),
     "timeline": lambda: plot.timeline([(WORDS, WORDS, 0, 1), ("b", "z", 1, 1)], LONG),
     "pipeline": lambda: plot.pipeline({WORDS: predict(gpipe(2, 2))}, LONG),
     "links": lambda: plot.links({WORDS: {(0, 1): 4_000_000, ("host", 0): 15}}),
