@@ -198,7 +198,7 @@ def pipeline(
         head = f"{axis.time(duration)}, {100 * bubble(own):.0f} % idle"
         name, y, peaks = f"{name}{name and ': '}", y + 50, []
         body += text(complex(16, y - 14), name, BOLD)
-        body += text(complex(16 + text_width(name, bold=True), y - 14), head)
+        body += text(complex(18 + text_width(name, bold=True), y - 14), head)
         body += axis.draw(longest, duration, y, y + num_stages * STAGE)
         for stage in range(num_stages):
             marks, peak = _stage(stage, own, y, axis)
