@@ -39,6 +39,8 @@ def check_save(path, tensors, info=None) -> None:
         if tensor.layout != torch.strided or tensor.is_complex():
             kind = f"{tensor.dtype}, {tensor.layout}"
             raise ValueError(f"tensors[{name!r}] ({kind}) must be a dense one of real numbers")
+    if "__metadata__" in tensors:
+        raise ValueError('no tensor may have the name "__metadata__": safetensors needs it itself')
     if json.loads(json.dumps(info, allow_nan=False)) != info:  # a tuple would become a list
         allowed = "str, int, float, bool, None, and lists and dicts (with str keys) of them"
         raise ValueError(f"info would not come back from JSON as it is: use {allowed}")
@@ -88,9 +90,10 @@ def load_checkpoint(
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait for a writer
             raise OSError("it is a folder, a pipe or a device")
-        with safetensors.safe_open(path, "pt") as file:
-            saved, _, text = file.metadata()["checkpoint"].partition(" ")
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        content = Path(path).read_bytes()  # at once: safe_open would open a name twice
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        saved, _, text = header["__metadata__"]["checkpoint"].partition(" ")
+        tensors = safetensors.torch.load(content)
     except OSError as error:
         problem = f"it cannot be read ({error.strerror or error})"
         raise CheckpointError(f"{path}: {problem}. Give the name of a checkpoint.") from error

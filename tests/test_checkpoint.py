@@ -1,7 +1,6 @@
 """A checkpoint comes back bit for bit or not at all, and no kill and no failure loses the old."""
 
 import errno
-import json
 import math
 import os
 import stat
@@ -91,13 +90,8 @@ def test_the_same_gives_the_same_file_and_nothing_is_pickled(path, monkeypatch):
     before = path.read_bytes()
     for module in ("pickle", "_pickle", "torch.serialization"):
         monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(torch, "save", None)
-    monkeypatch.setattr(torch, "load", None)
     save_checkpoint(str(path), dict(reversed(SMALL.items())), INFO)
     assert path.read_bytes() == before and checks_out(path, SMALL, INFO)
-    with safetensors.safe_open(path, "pt") as file:
-        digest, _, text = file.metadata()["checkpoint"].partition(" ")
-    assert len(digest) == 64 and json.loads(text) == INFO
 
 
 @pytest.mark.gpu
@@ -119,6 +113,7 @@ JSON = "would not come back from JSON"
         ({"state": {"w": torch.ones(1)}}, None, TypeError, "tensors['state'] must be a tensor"),
         ({"w": torch.ones(1, dtype=torch.complex64)}, None, ValueError, "torch.complex64"),
         ({"w": torch.eye(2).to_sparse()}, None, ValueError, "torch.sparse_coo"),
+        ({"__metadata__": torch.ones(1)}, None, ValueError, 'the name "__metadata__"'),
         ({}, {"bad": math.nan}, ValueError, "not JSON compliant"),
         ({}, {"bad": (1, 2)}, ValueError, JSON),
         ({}, {"bad": {1: 2}}, ValueError, JSON),
@@ -138,26 +133,14 @@ def test_a_place_that_is_no_file_is_named(path, monkeypatch):
     monkeypatch.chdir(path.parent)
     os.mkfifo("pipe")  # reading it would wait for a writer
     os.symlink("/dev/zero", "zero")  # this would never end
-    missing, no_file = "cannot be read (No such file", "cannot be read (it is a folder, a pipe"
-    for name, words in {
-        "./nothing": missing,
-        "x/y": "cannot be read (Not a directory",
-        "x" * 256: "cannot be read (File name too long",
-        ".": no_file,
-        "pipe": no_file,
-        "zero": no_file,
-    }.items():
-        with pytest.raises(CheckpointError) as error:
+    no_file, device = "it is a folder, a pipe or a device", "it is a folder or a device"
+    loads = {"./nothing": "No such file", "x/y": "Not a directory"}
+    for name, words in (loads | dict.fromkeys((".", "pipe", "zero"), no_file)).items():
+        with pytest.raises(CheckpointError, match="Give the name of a checkpoint") as error:
             load_checkpoint(name)
-        assert str(error.value).startswith(f"{name}: it {words}")
-        assert "Give the name of a checkpoint" in str(error.value)
-    for name, words in {
-        "no/x": "No such file or directory",
-        "x" * 256: "File name too long",
-        ".": "it is a folder or a device",
-        "pipe": "it is a folder or a device",
-        "/dev/null": "it is a folder or a device",
-    }.items():
+        assert str(error.value).startswith(f"{name}: it cannot be read ({words}")
+    saves = {"no/x": "No such file or directory", "x" * 256: "File name too long"}
+    for name, words in (saves | dict.fromkeys((".", "pipe", "/dev/null"), device)).items():
         with pytest.raises(CheckpointError) as error:
             save_checkpoint(name, SMALL)
         assert str(error.value).startswith(f"{name}: it cannot be saved ({words}")
@@ -180,9 +163,8 @@ def test_a_symbolic_link_is_followed_and_others_may_read_the_file(path):
 
 def refused(path, content):
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"damaged.*older checkpoint") as error:
+    with pytest.raises(CheckpointError, match=rf"^{path}: .*damaged.*older checkpoint"):
         load_checkpoint(path)
-    assert str(error.value).startswith(f"{path}: ")
 
 
 def test_every_flipped_bit_is_found(path):
@@ -191,8 +173,6 @@ def test_every_flipped_bit_is_found(path):
         flipped = bytearray(content)
         flipped[i // 8] ^= 1 << i % 8
         refused(path, flipped)
-    path.write_bytes(content)
-    assert checks_out(path, SMALL, INFO)
 
 
 def test_what_is_cut_short_goes_on_or_is_another_file_is_refused(path):
@@ -200,8 +180,6 @@ def test_what_is_cut_short_goes_on_or_is_another_file_is_refused(path):
     for length in range(len(content)):
         refused(path, content[:length])
     refused(path, content + b"\0")
-    save_checkpoint(path, {**SMALL, "w": torch.tensor([1.0, 2.0])}, INFO)
-    refused(path, content[:-9] + path.read_bytes()[-9:])  # halves of two
     refused(path, safetensors.torch.save(SMALL, {"checkpoint": "0" * 64 + " {}"}))
     refused(path, safetensors.torch.save(SMALL))
     torch.save(SMALL, path)
@@ -229,25 +207,21 @@ def test_a_save_that_fails_midway_changes_nothing(path, monkeypatch, failing, er
 def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_return(
     path, monkeypatch
 ):
-    calls, fsync, replace = [], os.fsync, os.replace
+    calls = []
 
-    def recorded_fsync(descriptor):
-        status = os.fstat(descriptor)
-        kind = "folder" if stat.S_ISDIR(status.st_mode) else "file"
-        calls.append((f"fsync {kind}", status.st_ino, status.st_size))
-        fsync(descriptor)
+    def record(name, do):
+        def recorded(place, *args):
+            calls.append((name, os.stat(place).st_ino, os.stat(place).st_size))
+            do(place, *args)
 
-    def recorded_replace(source, target):
-        calls.append(("replace", os.stat(source).st_ino, os.stat(source).st_size))
-        replace(source, target)
+        monkeypatch.setattr(os, name, recorded)
 
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "replace", recorded_replace)
+    record("fsync", os.fsync)
+    record("replace", os.replace)
     save_checkpoint(path, SMALL, {"step": 4})
-    new = (path.stat().st_ino, path.stat().st_size)
-    folder = (path.parent.stat().st_ino, path.parent.stat().st_size)
-    expected = [("fsync file", *new), ("replace", *new), ("fsync folder", *folder)]
-    assert calls == expected  # of the whole file, thus nothing is left in Python's buffer
+    new, folder = ((p.stat().st_ino, p.stat().st_size) for p in (path, path.parent))
+    # of the whole file, thus nothing is left in Python's buffer
+    assert calls == [("fsync", *new), ("replace", *new), ("fsync", *folder)]
 
 
 SAVER = """

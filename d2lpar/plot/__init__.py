@@ -1,11 +1,11 @@
 """Pictures for notebooks; read ``picture`` first.
 
-``charts`` draws with matplotlib: curves, bars, stacks, links, images and the live board. The others
-write SVG by hand: ``steps`` who sends what to whom (a schedule, an iteration, data-parallel
-training), ``spans`` what happens when (a timeline, a pipeline). A schedule has one colour in all.
+``charts`` draws with matplotlib: curves, bars, stacks, links, images and the live board. Written by
+hand are ``drawings`` (a schedule, a timeline, a pipeline over time) and ``iterations``. A schedule
+has one colour in all.
 """
 
 from .charts import Board, bars, curves, images, links, stacks
+from .drawings import pipeline, schedule, timeline
+from .iterations import iteration
 from .picture import PALETTE, Picture
-from .spans import pipeline, timeline
-from .steps import data_parallel, iteration, schedule

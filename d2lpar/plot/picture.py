@@ -1,4 +1,4 @@
-"""The picture that everything here returns, its colours, and the words that are drawn by hand.
+"""The picture that everything here returns, its colours, and marks to draw by hand.
 
 A picture is SVG with an alternative text, which a notebook shows as a cell's last expression. The
 same call gives the same bytes. Colour is never the only sign: places, dashes and labels say the
@@ -12,12 +12,12 @@ import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
 import matplotlib
 import resvg_py
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from PIL import Image, ImageFont
 
 WIDTH = 760  # pixels: about the width of text in a notebook and in a README
@@ -154,3 +154,64 @@ def heading(title: str, width: float, colour: str | None = None) -> str:
     line = f'<path d="M16 33H{16 + text_width(title, size, bold=True):.4g}" stroke-width="3" '
     line += f'stroke="{colour}"/>'
     return text(16 + 22j, title, f'font-size="{size:.3g}" {BOLD}') + (line if colour else "")
+
+
+def at(point: complex) -> str:
+    """Return a point as a path has it."""
+    return f"{point.real:.4g} {point.imag:.4g}"
+
+
+def arrow(paths: dict, start: complex, bend: complex, end: complex, thick: float, dashed: bool):
+    """Add an arrow to ``paths``: marks of one style are one path, {its attributes: its data}."""
+    neck = end + (bend - end) / abs(bend - end) * (5 + thick)
+    dashes = ' stroke-dasharray="4 3"' if dashed else ""
+    style = f'fill="none" stroke="{INK}" stroke-width="{thick:.2g}"{dashes}'
+    paths[style] += f"M{at(start)}Q{at(bend)} {at(neck)}"
+    side = (neck - end) * 0.5j
+    style = f'fill="{"#FFF" if dashed else INK}" stroke="{INK}"'
+    paths[style] += f"M{at(end)}L{at(neck + side)} {at(neck - side)}z"
+
+
+def drawn(paths: dict[str, str]) -> str:
+    """Return SVG for {attributes: data}."""
+    return "".join(f'<path {style} d="{data}"/>' for style, data in paths.items())
+
+
+class Axis(NamedTuple):
+    """An axis of time: where it begins, and its pixels per unit."""
+
+    left: float
+    scale: float
+    unit: str | None
+
+    def time(self, value: float) -> str:
+        """Return a time with three digits: in ms where the unit is seconds."""
+        value = float(f"{1000 * value if self.unit else value:.3g}")
+        return f"{value:g}{' ms' if self.unit else ''}"
+
+    def words(self, start: float, end: float) -> str:
+        """Return from when to when, in words."""
+        return f"{self.time(start)} to {self.time(end)}"
+
+    def draw(self, longest: float, end: float, top: float, bottom: float) -> str:
+        """Draw a line and a number for each of the round numbers of ``longest``, up to ``end``."""
+        body, ticks = "", MaxNLocator(7, steps=[1, 2, 5, 10]).tick_values(0, longest)
+        for tick in ticks[ticks <= end * (1 + 1e-6)]:
+            x = self.left + tick * self.scale
+            body += f'<path d="M{x:.5g} {top}V{bottom + 4}" stroke="{GREY}"/>'
+            body += text(complex(x, bottom + 16), self.time(tick), CENTRED)
+        return body
+
+    def bar(self, start, end, y: float, height: int, colour: str, label, words: str) -> str:
+        """Draw a bar, never too thin to be seen, with its label if that fits."""
+        x, length = self.left + start * self.scale, max(2, (end - start) * self.scale)
+        bar = (
+            f'<rect x="{x:.5g}" y="{y:g}" width="{length:.5g}" height="{height}" fill="{colour}" '
+            'stroke="#FFF" stroke-width="0.7">'
+            f"<title>{escape(words)}: {self.words(start, end)}</title></rect>"
+        )
+        for size, margin in ((11, 4), (8, 0.5)):
+            if text_width(label, size, bold=True) + margin <= length:
+                style = f'{CENTRED} {BOLD} fill="#FFF" font-size="{size}"'
+                return bar + text(complex(x + length / 2, y + height / 2), label, style)
+        return bar
