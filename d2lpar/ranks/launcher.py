@@ -12,6 +12,7 @@ What runs inside a rank is in ``worker``. Notebook 03 uses this file. Source: Py
 """
 
 import contextlib
+import inspect
 import linecache
 import multiprocessing
 import operator
@@ -29,8 +30,10 @@ from multiprocessing.util import get_temp_dir
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
+
 from .lanes import SharedMemory
-from .worker import Failure, Job, be_rank, kill_group, pickled
+from .worker import Failure, Job, be_rank, kill_group
 
 GRACE = 0.1  # seconds for which others may report too, once one rank has failed
 ANSWER = 1.0  # seconds in which a rank must say where it stands, once the time is up
@@ -77,7 +80,11 @@ def launch(
         RuntimeError: called from a rank, or the ranks cannot be started.
     """
     _check(fn, world_size, timeout)
-    call = pickled((fn, args), "the function, a variable that it uses, or an argument")
+    try:
+        call = cloudpickle.dumps((fn, args))
+    except Exception as error:
+        problem = f"{_culprit(fn, args)} cannot be sent to another process: {error}"
+        raise TypeError(problem) from None
     context = multiprocessing.get_context("forkserver")
     # torch.optim imports torch._dynamo when it is first used: seconds, in every rank
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", Job.__module__])
@@ -115,6 +122,21 @@ def _check(fn: Callable, world_size: int, timeout: float) -> None:
         name = multiprocessing.current_process().name
         where = f"launch was called from a rank or a worker ({name})"
         raise RuntimeError(f"{where}, which cannot have ranks of its own")
+
+
+def _culprit(fn: Callable, args: tuple) -> str:
+    """Name what in a call cannot be pickled: "RLock object" alone does not help a student."""
+    suspects = {f"argument {i} ({type(value).__name__})": value for i, value in enumerate(args)}
+    if inspect.isfunction(fn):
+        used = inspect.getclosurevars(fn)
+        for name, value in {**used.globals, **used.nonlocals}.items():
+            suspects[f"{name!r} ({type(value).__name__}), which the function uses,"] = value
+    for name, value in suspects.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return name
+    return f"the function {fn!r}"
 
 
 def _sources_of_cells() -> dict:

@@ -142,6 +142,13 @@ def generator():
     yield
 
 
+LOCK = threading.Lock()
+
+
+def uses_a_lock(rank, world_size):
+    return LOCK
+
+
 @pytest.mark.parametrize(
     "call, error, words",
     [
@@ -149,8 +156,13 @@ def generator():
         (lambda: launch(rank_and_size, 2.0), TypeError, "'float' object"),
         (lambda: launch(abs, 1, timeout=float("inf")), ValueError, "at most 1e6 seconds, got inf"),
         (lambda: launch(3, 2), TypeError, r"got 3; write launch\(f, 2\), not launch\(f\(\)\)"),
-        (lambda: launch(abs, 1, generator()), TypeError, "argument cannot be sent .*'generator'"),
-        (lambda: launch(generator().send, 1), TypeError, "the function, .*cannot be sent"),
+        (
+            lambda: launch(abs, 1, generator()),
+            TypeError,
+            r"argument 0 \(generator\) cannot be sent",
+        ),
+        (lambda: launch(generator().send, 1), TypeError, "the function <.*> cannot be sent"),
+        (lambda: launch(uses_a_lock, 1), TypeError, r"'LOCK' \(lock\), which the function uses,"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(call, error, words):
