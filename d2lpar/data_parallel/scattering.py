@@ -9,6 +9,7 @@ from copy import copy
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ..devices import check_devices, to_device
 from ..guards import checked
@@ -109,7 +110,7 @@ def _kind(output: Any) -> str:
         return "a tensor"
     if isinstance(output, dict):
         return f"a dict with the keys {sorted(output, key=repr)}"
-    if isinstance(output, (tuple, list)):
+    if isinstance(output, (tuple, list)) and not isinstance(output, PackedSequence):
         return f"a {type(output).__name__} of {len(output)}"
     if output is None or isinstance(output, (str, bytes, int, float)):
         return repr(output)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 
 from d2lpar import count_bytes, gather, scatter, split_batch
 
@@ -170,6 +171,7 @@ ERRORS = [
     (lambda: gather([[X], (X,)], CPU), ValueError, "a list of 1, but output 1 is a tuple of 1"),
     (lambda: gather(["a", "b"], CPU), ValueError, "output 0 is 'a', but output 1 is 'b'"),
     (lambda: gather([[X, {1}], [X, {1}]], CPU), TypeError, "cannot gather a set: return tensors"),
+    (lambda: gather([pack_sequence([X])] * 2, CPU), TypeError, "cannot gather a PackedSequence"),
     (lambda: gather([X, rows(2, 4)], CPU), RuntimeError, "Sizes of tensors must match"),
     (lambda: gather([X, X.sum()], CPU), RuntimeError, "zero-dimensional"),
 ]
