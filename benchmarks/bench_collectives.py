@@ -20,7 +20,7 @@ K, NBYTES = 4, 32_000_000
 
 def main():
     print_machine()
-    # Each has tensors of its own: on shared ones, each would find in the caches what the one before
+    # Each has its own tensors: on shared ones, each would find in the caches what the one before
     # has left there.
     contenders = {
         name: partial(function, [torch.rand(NBYTES // 4) for _ in range(K)])

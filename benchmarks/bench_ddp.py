@@ -13,7 +13,7 @@ from d2lpar.study.methods import time_in_turn
 
 GOALS = {"25 million parameters": 0.9, "60 small layers": 1.0, "LeNet": 1.08}
 JOIN_GOALS = {"lanes": 1.1, "messages": 1.3}
-LINK = 1e9  # bytes a second of the link that is slowed on purpose
+LINK = 1e9  # bytes per second of the link that is slowed on purpose
 
 
 def networks() -> dict:

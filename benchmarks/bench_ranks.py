@@ -1,7 +1,7 @@
 """Collectives between processes: ours over lanes and over gloo's messages, against torch's.
 
 Every call is timed on every rank, from a common barrier to the moment when the slowest rank is
-done. The bus bandwidth is that of nccl-tests: 2(k - 1)/k of the tensor's bytes a second. From the
+done. The bus bandwidth is that of nccl-tests: 2(k - 1)/k of the tensor's bytes per second. From the
 last table the threshold of ``ranks.choose`` was read. Arguments: numbers of ranks, else 2 and 4.
 """
 

@@ -101,7 +101,7 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def copy_bandwidth(nbytes: int, count: int = 12, rounds: int = 40) -> float:
-    """Return the bytes a second that are read and written when tensors of ``nbytes`` are copied.
+    """Return the bytes per second that are read and written when tensors of ``nbytes`` are copied.
 
     ``count`` tensors take turns, so that no cache holds what is copied.
     """

@@ -1,7 +1,7 @@
 """Devices: GPUs where there are enough, else virtual ones; and tensors that move, counted.
 
 A *position* is a place in a list of devices. The list may name one device several times: every
-position is then a virtual device, with tensors of its own in a memory that all of them share. What
+position is then a virtual device, with its own tensors in a memory that all of them share. What
 travels between positions goes through ``to_device``, so that a ``Ledger`` can count it on a laptop
 as well as on eight GPUs. Notebook 02 uses this file; ``try_gpu`` and ``try_all_gpus`` are the
 names of Dive into Deep Learning, section "GPUs".

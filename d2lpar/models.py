@@ -5,7 +5,7 @@ nothing: they mark where a split inside layers would send something (``tensor_pa
 ``copy_to_group`` and ``reduce_from_group``). Notebooks 06, 07 and 09 use this file. Sources: the
 ResNet is He et al., "Deep Residual Learning for Image Recognition" (2016), with the stem for small
 images of Dive into Deep Learning; the transformer is like GPT-2 (Radford et al., 2019), without
-dropout and with a head of its own.
+dropout and with its own head.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 -m d2lpar.train_ddp --epochs 10
 
-Every process is a rank with a replica of its own, and reads its own share of each batch, so that
+Every process is a rank with its own replica, and reads its own share of each batch, so that
 together they take the steps that one process would take. A checkpoint is written after each epoch,
 and oftener on request; ``--resume`` goes on from it, in the middle of an epoch too, and ends with
 the weights of a run that was never stopped, bit for bit. ``--resume-if-there`` starts from the

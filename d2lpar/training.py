@@ -174,7 +174,7 @@ def train(
     """Train LeNet on Fashion-MNIST, data-parallel on ``num_devices`` devices, real or virtual.
 
     Args:
-        num_devices: how many replicas, each on a device of its own where there are enough GPUs.
+        num_devices: how many replicas, each on its own device where there are enough GPUs.
         batch_size: rows of a batch, over all devices together.
         lr: the learning rate, for the gradient averaged over the batch.
         num_epochs: passes over the training set.

@@ -1,4 +1,4 @@
-"""Run the benchmarks, each in a process of its own, and end with a table of all goals.
+"""Run the benchmarks, each in its own process, and end with a table of all goals.
 
     python tools/bench.py                all of them
     python tools/bench.py ranks ddp      benchmarks/bench_ranks.py and bench_ddp.py

@@ -1,6 +1,6 @@
 """Buckets: gradients side by side in one flat tensor, so that many travel as one message.
 
-A message has a cost of its own, however short it is. Sixty small ones cost more than one that holds
+Each message costs something, however short it is. Sixty small ones cost more than one that holds
 the sixty gradients. Notebook 05 shows how parameters are dealt out. Source: Li et al., "PyTorch
 Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020), section 3.2.
 """
@@ -53,9 +53,9 @@ class Bucket:
                 view.copy_(grad).mul_(weight)
 
     def hand_out(self, i: int, as_view: bool) -> None:
-        """Set the i-th parameter's gradient: to a view of the bucket, or to a tensor of its own.
+        """Set the i-th parameter's gradient: to a view of the bucket, or to its own tensor.
 
-        A gradient of 16 bits always is a tensor of its own.
+        A gradient of 16 bits always has its own tensor.
         """
         param, view = self.params[i], self.views[i]
         if as_view and view.dtype == param.dtype:

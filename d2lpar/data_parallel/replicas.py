@@ -124,7 +124,7 @@ def _twins_of(values: list | tuple | dict, twins: dict[int, Any]) -> list | tupl
 def parallel_apply(
     modules: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[dict] | None = None
 ) -> list[Any]:
-    """Call each module with its inputs, in a thread of its own; return the outputs in order.
+    """Call each module with its inputs, in its own thread; return the outputs in order.
 
     The caller's own thread takes the first. ``inputs[i]`` is the tuple or list of the arguments of
     ``modules[i]``, or its only argument. Every thread has the caller's grad mode, inference mode,

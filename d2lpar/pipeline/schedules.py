@@ -68,7 +68,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> list[list[Action]]:
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    """Each stage goes backward as soon as it can, and then forward again, in turn: 1F1B.
+    """Each stage runs backward as soon as it can, then forward again, in turn: 1F1B.
 
     As many ticks as ``gpipe``, but stage s of p keeps the activations of at most p - s
     micro-batches, however many there are.

@@ -59,7 +59,7 @@ def allreduce(
 
     A rank that leaves out one of several *equal* calls is not seen at once: its next call meets the
     others' earlier one, and only at the end one rank waits for a call that never comes. A ``label``
-    tells such calls apart. Give each thread a group of its own: threads may begin in another order
+    tells such calls apart. Give each thread its own group: threads may begin in another order
     on each rank.
 
     Args:

@@ -90,7 +90,7 @@ def launch(
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", Job.__module__])
     store = os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")
     ranks, memory = [], None
-    # A rank that stops in the middle of a message would block the one that reads it for ever
+    # A rank that stops in the middle of a message would block the one that reads it forever
     last_resort = threading.Timer(timeout + 3 * ANSWER, _kill, [ranks])
     last_resort.daemon = True
     try:
@@ -121,7 +121,7 @@ def _check(fn: Callable, world_size: int, timeout: float) -> None:
     if multiprocessing.parent_process():
         name = multiprocessing.current_process().name
         where = f"launch was called from a rank or a worker ({name})"
-        raise RuntimeError(f"{where}, which cannot have ranks of its own")
+        raise RuntimeError(f"{where}, which cannot start ranks itself")
 
 
 def _culprit(fn: Callable, args: tuple) -> str:

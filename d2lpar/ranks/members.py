@@ -1,7 +1,7 @@
 """What a rank keeps for each of its process groups: a transport, a time limit, the calls so far.
 
 It is made at the group's first call and lives as long as the group. A *line* is a second transport
-in the same group, for another thread of each rank: what travels over it has an order of its own.
+in the same group, for another thread of each rank: what travels over it has its own order.
 """
 
 import threading
@@ -102,10 +102,10 @@ def _find_lanes(member: Member, timeout: float) -> Lanes | None:
 
 
 def line_of(group: Group, timeout: float | None = None) -> Member:
-    """Return a line of its own in ``group``, to be passed to calls as their group: on all ranks.
+    """Return a new line in ``group``, to be passed to calls as their group: on all ranks.
 
-    It has lanes if the group has and a channel is free, else messages with tags of its own. NCCL
-    knows no tags: there the line has a group of its own. Messages share the group's connections:
+    It has lanes if the group has and a channel is free, else messages with its own tags. NCCL
+    knows no tags: there the line has its own group. Messages share the group's connections:
     once such a line has failed, the group is of no more use either.
     """
     member, timeout = member_of(group, timeout)

@@ -103,7 +103,7 @@ class Transport:
                 if first is not this:
                     self.refusal = (
                         f"thread {this[1]!r} called {words} while {first[0]} of thread "
-                        f"{first[1]!r} was under way: give each thread a group of its own"
+                        f"{first[1]!r} was under way: give each thread its own group"
                     )
                     raise BusyError(self.refusal)
                 entered.append(direction)

@@ -140,7 +140,7 @@ def _failure(error: BaseException) -> Failure:
 
 def _watch(connection: Connection, send: Callable, outputs: tuple, job: Job) -> None:
     """Say where the main thread stands when the caller asks, and end the rank when it is gone."""
-    # Unless C code keeps the interpreter's lock for ever: faulthandler's clock needs no lock
+    # Unless C code keeps the interpreter's lock forever: faulthandler's clock needs no lock
     try:
         while connection.recv():
             for output in outputs:

@@ -2,7 +2,7 @@
 
 Each device has some of the output channels of every layer. Where a layer *exchanges*, it takes all
 channels of the layer before, most of which come from other devices; where it does not, only those
-of its own device: nothing is sent, and the network is another one, with fewer weights. Notebook 07
+of its own device: nothing is sent, and it is another network, with fewer weights. Notebook 07
 uses this file and builds ``split_lenet``. Source: Krizhevsky, Sutskever and Hinton, "ImageNet
 Classification with Deep Convolutional Neural Networks" (2012), section 3.2 and figure 2.
 """
