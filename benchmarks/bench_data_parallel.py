@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from d2lpar import ChunkedLoss, DataParallel, choose_devices, parallel_apply, replicate, scatter
-from d2lpar.network import LeNet
+from d2lpar.models import lenet_layers
 from d2lpar.study.memory import peak_memory
 
 GOALS = {1: 1.05, 2: 1.15, 4: 1.15}  # of LeNet's step, to that of the plain module
@@ -30,7 +30,7 @@ def networks() -> dict:
         return nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
 
     return {
-        "LeNet, 256 rows": (LeNet(), torch.randn(256, 1, 28, 28), 60),
+        "LeNet, 256 rows": (lenet_layers(), torch.randn(256, 1, 28, 28), 60),
         "60 small layers, 256 rows": (stack(64, 60), torch.randn(256, 64), 60),
         "4 layers 1024 wide, 512 rows": (stack(1024, 4), torch.randn(512, 1024), 20),
     }

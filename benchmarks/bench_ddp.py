@@ -21,7 +21,7 @@ def networks() -> dict:
     import torch
     from torch import nn
 
-    from d2lpar.network import LeNet
+    from d2lpar.models import lenet_layers
 
     def stack(width, depth):
         return nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
@@ -29,7 +29,7 @@ def networks() -> dict:
     return {
         "25 million parameters": (partial(stack, 2500, 4), torch.randn(64, 2500)),
         "60 small layers": (partial(stack, 64, 60), torch.randn(64, 64)),
-        "LeNet": (LeNet, torch.randn(128, 1, 28, 28)),
+        "LeNet": (lenet_layers, torch.randn(128, 1, 28, 28)),
     }
 
 

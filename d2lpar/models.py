@@ -2,15 +2,19 @@
 
 Each is an ``nn.Sequential`` that takes one tensor and returns the logits. ``Copy`` and ``Sum`` do
 nothing: they mark where a split inside layers would send something (``tensor_parallel``'s
-``copy_to_group`` and ``reduce_from_group``). Notebooks 06, 07 and 09 use this file. Sources: the
+``copy_to_group`` and ``reduce_from_group``). Notebooks 04 to 07 and 09 use this file. Sources: the
 ResNet is He et al., "Deep Residual Learning for Image Recognition" (2016), with the stem for small
 images of Dive into Deep Learning; the transformer is like GPT-2 (Radford et al., 2019), without
 dropout and with its own head.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from .network import init_params
 
 
 class Copy(nn.Identity):
@@ -21,14 +25,37 @@ class Sum(nn.Identity):
     """Marks where the results of the parts are added up."""
 
 
-def lenet_layers() -> nn.Sequential:
-    """Return the LeNet of ``network``, layer by layer: images (n, 1, 28, 28) to logits (n, 10)."""
+def lenet_layers(scale: float = 0.01, generator: torch.Generator | None = None) -> nn.Sequential:
+    """Return ``network.lenet`` as four layers: images (n, 1, 28, 28) to the same logits, (n, 10).
+
+    The parameters are those of ``init_params``, in their order and shapes.
+    """
+    W1, b1, W2, b2, W3, b3, W4, b4 = init_params(scale, generator)
+    relu, pool = nn.ReLU(inplace=True), nn.AvgPool2d(2)
+    crop = nn.ZeroPad2d((0, -2, 0, -2))  # saves time, see lenet
     return nn.Sequential(
-        nn.Sequential(Copy(), nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),  # (n, 20, 13, 13)
-        nn.Sequential(nn.Conv2d(20, 50, 5), Sum(), nn.ReLU(), nn.AvgPool2d(2)),  # (n, 50, 4, 4)
-        nn.Sequential(nn.Flatten(), Copy(), nn.Linear(800, 128), nn.ReLU()),  # (n, 128)
-        nn.Sequential(nn.Linear(128, 10), Sum()),  # (n, 10)
+        nn.Sequential(crop, Copy(), Affine(F.conv2d, W1, b1), relu, pool),  # (n, 20, 12, 12)
+        nn.Sequential(Affine(F.conv2d, W2, b2), Sum(), relu, pool),  # (n, 50, 4, 4)
+        nn.Sequential(nn.Flatten(), Copy(), Affine(linear, W3, b3), relu),  # (n, 128)
+        nn.Sequential(Affine(linear, W4, b4), Sum()),  # (n, 10)
     )
+
+
+class Affine(nn.Module):
+    """A convolution or a linear layer: ``function(X, W, b)``."""
+
+    def __init__(self, function: Callable, W: torch.Tensor, b: torch.Tensor):
+        super().__init__()
+        self.function, self.W, self.b = function, nn.Parameter(W), nn.Parameter(b)
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        """Return what the layer makes of a batch ``X``."""
+        return self.function(X, self.W, self.b)
+
+
+def linear(X: torch.Tensor, W: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``X @ W + b``, of shape (n, outputs): W is (inputs, outputs), unlike nn.Linear's."""
+    return torch.addmm(b, X, W)
 
 
 def resnet(

@@ -6,7 +6,6 @@ recognition" (1998). Notebook 02 builds this file.
 """
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 
@@ -41,18 +40,6 @@ def lenet(X: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
     h2 = F.avg_pool2d(F.conv2d(h1, W2, b2).relu_(), 2)  # (n, 50, 4, 4)
     h3 = torch.addmm(b3, h2.flatten(1), W3).relu_()  # (n, 128)
     return torch.addmm(b4, h3, W4)  # (n, 10)
-
-
-class LeNet(nn.Module):
-    """The same network as a module, for what takes modules; ``params`` are the eight tensors."""
-
-    def __init__(self, scale: float = 0.01, generator: torch.Generator | None = None):
-        super().__init__()
-        self.params = nn.ParameterList(init_params(scale, generator))
-
-    def forward(self, X: torch.Tensor) -> torch.Tensor:
-        """Return the logits, of shape (n, 10), of images ``X`` of shape (n, 1, 28, 28)."""
-        return lenet(X, list(self.params))
 
 
 def loss(y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
@@ -34,7 +35,8 @@ from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .data import Minibatches, load_data_fashion_mnist
 from .data_parallel.ddp import DistributedDataParallel
 from .data_parallel.sampler import DistributedSampler
-from .network import LeNet, loss, sgd
+from .models import lenet_layers
+from .network import loss, sgd
 
 HOW = "start it with torchrun: torchrun --nproc_per_node=2 -m d2lpar.train_ddp"
 
@@ -110,7 +112,7 @@ def _positive(kind: type) -> Callable[[str], float]:
     return number
 
 
-def train_epochs(args: argparse.Namespace, device: torch.device) -> LeNet:
+def train_epochs(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """Train in the default process group, as the command line says; return the network.
 
     Raises:
@@ -125,7 +127,7 @@ def train_epochs(args: argparse.Namespace, device: torch.device) -> LeNet:
     train_iter, test_iter = load_data_fashion_mnist(args.batch_size, device=device)
     images, labels = train_iter.images[: args.examples], train_iter.labels[: args.examples]
     train_iter = Minibatches(images, labels, args.batch_size)
-    network = LeNet(generator=torch.Generator().manual_seed(args.seed)).to(device)
+    network = lenet_layers(generator=torch.Generator().manual_seed(args.seed)).to(device)
     progress = Progress(0, 0, 0.0)
     if args.resume or args.resume_if_there:
         progress = resume(args, network)
@@ -161,7 +163,7 @@ def train_epoch(args, progress: Progress, model: DistributedDataParallel, train_
 
 
 @torch.no_grad()
-def report(epoch, args, network: LeNet, loss_part: float, test_iter, seconds: float) -> None:
+def report(epoch, args, network: nn.Module, loss_part: float, test_iter, seconds: float) -> None:
     """Print a line about an epoch on rank 0: each rank tests its share, every example once."""
     sampler = DistributedSampler(range(len(test_iter.images)), shuffle=False, pad=False)
     correct = 0
@@ -177,7 +179,7 @@ def report(epoch, args, network: LeNet, loss_part: float, test_iter, seconds: fl
         print(f"epoch {epoch + 1:2}/{args.epochs}: {result}", flush=True)
 
 
-def save(args: argparse.Namespace, network: LeNet, progress: Progress) -> None:
+def save(args: argparse.Namespace, network: nn.Module, progress: Progress) -> None:
     """Write the checkpoint on rank 0: parameters, and each rank's progress."""
     losses = ranks.all_gather(torch.tensor([progress.loss], dtype=torch.float64))
     if dist.get_rank() == 0:
@@ -185,7 +187,7 @@ def save(args: argparse.Namespace, network: LeNet, progress: Progress) -> None:
         save_checkpoint(args.checkpoint, {**network.state_dict(), "losses": losses}, info)
 
 
-def resume(args: argparse.Namespace, network: LeNet) -> Progress:
+def resume(args: argparse.Namespace, network: nn.Module) -> Progress:
     """Load the checkpoint on rank 0, and return each rank's progress.
 
     Only rank 0 needs the file, so the machines need not share a disk; the others get its parameters
@@ -213,7 +215,7 @@ def resume(args: argparse.Namespace, network: LeNet) -> Progress:
     return Progress(news["epoch"], news["batch"], news["losses"][dist.get_rank()])
 
 
-def _load(args: argparse.Namespace, network: LeNet) -> dict:
+def _load(args: argparse.Namespace, network: nn.Module) -> dict:
     """Load parameters into ``network``; return epoch, batch, and each rank's loss."""
     if args.resume_if_there and not os.path.exists(args.checkpoint):
         print(f"{args.checkpoint}: there is none yet, so this is the beginning", flush=True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from d2lpar.models import Copy, Sum, lenet_layers, resnet, transformer
-from d2lpar.network import lenet
+from d2lpar.network import init_params, lenet
 
 
 def small_transformer():
@@ -35,9 +35,10 @@ def test_a_model_is_a_list_of_layers_that_sums_what_it_copied(make, X, shape):
 
 
 def test_lenet_layers_are_lenet():
-    model, X = lenet_layers(), torch.rand(5, 1, 28, 28)
-    params = [p.T if p.dim() == 2 else p for p in model.parameters()]  # (out, in) to (in, out)
-    torch.testing.assert_close(model(X), lenet(X, params))
+    model, X = lenet_layers(0.1, torch.Generator().manual_seed(0)), torch.rand(5, 1, 28, 28)
+    params = init_params(0.1, torch.Generator().manual_seed(0))
+    assert all(map(torch.equal, model.parameters(), params))
+    assert torch.equal(model(X), lenet(X, params))
 
 
 def test_default_resnet_is_resnet_18():

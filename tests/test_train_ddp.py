@@ -15,7 +15,8 @@ from helpers import distance
 from d2lpar import launch, load_data_fashion_mnist
 from d2lpar.checkpoint import load_checkpoint, save_checkpoint
 from d2lpar.data import Minibatches
-from d2lpar.network import LeNet, loss
+from d2lpar.models import lenet_layers
+from d2lpar.network import loss
 from d2lpar.train_ddp import arguments, device_of, main, place
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,7 +114,7 @@ def run(world_size, small, *commands, stops=None, dtype=torch.float32):
                 raise KeyboardInterrupt
 
         train_ddp.load_data_fashion_mnist, train_ddp.Minibatches = load_small, Minibatches
-        train_ddp.LeNet = lambda generator: LeNet(generator=generator).to(dtype)
+        train_ddp.lenet_layers = lambda generator: lenet_layers(generator=generator).to(dtype)
         save, outcomes = train_ddp.save, []
         for command, stop in zip(commands, stops or [0] * len(commands), strict=True):
             train_ddp.save = partial(save_and_stop, [], stop)
@@ -129,7 +130,7 @@ def run(world_size, small, *commands, stops=None, dtype=torch.float32):
 
 def one_process(small, num_examples, batch_size, lr, epochs, seed):
     """Return what training in one process, in float64, ends with and would report."""
-    network = LeNet(generator=torch.Generator().manual_seed(seed)).double()
+    network = lenet_layers(generator=torch.Generator().manual_seed(seed)).double()
     data, test = (Minibatches(*part, batch_size) for part in small)
     for epoch in range(epochs):
         total = 0
@@ -162,7 +163,7 @@ def test_ranks_train_like_one_process(world_size, small, tmp_path, capsys):
     params = [of_rank[0] for of_rank in results]
     assert all(same(others, params[0]) for others in params)
     expected, report = one_process(small, 301, 60, 0.5, epochs=2, seed=3)
-    start = list(LeNet(generator=torch.Generator().manual_seed(3)).parameters())
+    start = list(lenet_layers(generator=torch.Generator().manual_seed(3)).parameters())
     assert distance(params[0], expected) < 1e-12 < 1e-3 < distance(start, expected)
     out, bars = capsys.readouterr()
     assert f"[rank 0] {report}, " in out
@@ -199,11 +200,11 @@ def test_what_cannot_be_resumed_is_named_on_every_rank(small, tmp_path):
     options = "--examples=64", "--batch-size=32", "--epochs=1"
     run(2, small, (f"--checkpoint={tmp_path / 'net'}", *options))
     tensors, info = load_checkpoint(tmp_path / "net")
-    weights = tensors["params.0"]
+    weights = tensors["0.2.W"]
     flaws = {
         "it is of a run with lr 0.3, and this one has 0.2: give the same": ({}, {"lr": 0.3}),
-        "params.0 has NaN or infinite values": ({"params.0": weights / 0}, {}),
-        "size mismatch for params.0": ({"params.0": weights.reshape(-1)}, {}),
+        "0.2.W has NaN or infinite values": ({"0.2.W": weights / 0}, {}),
+        "size mismatch for 0.2.W": ({"0.2.W": weights.reshape(-1)}, {}),
         'Unexpected key(s) in state_dict: "extra"': ({"extra": torch.ones(1)}, {}),
         "epoch 99 and batch 0, which is past the end: --epochs is 1": ({}, {"epoch": 99}),
         "epoch 1 and batch 1, which is past the end": ({}, {"batch": 1}),
@@ -264,7 +265,7 @@ def test_torchrun_trains_saves_and_resumes(small, tmp_path):
     assert info == expected_info and info["epoch"] == 2
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    assert not torch.equal(tensors["params.0"], half[0]["params.0"])
+    assert not torch.equal(tensors["0.2.W"], half[0]["0.2.W"])
 
 
 def test_a_restart_of_torchrun_under_a_fixed_port_goes_on_from_the_checkpoint(small, tmp_path):

@@ -26,7 +26,6 @@ from ..devices import count_bytes
 from ..guards import checked
 from ..mixed_precision import autocast
 from ..models import lenet_layers
-from ..network import channels_last
 from ..pipeline.distributed import DistributedPipeline
 from ..pipeline.partition import cut
 from ..tensor_parallel.layers import TensorParallelLeNet
@@ -85,7 +84,7 @@ def make(
     if name in ALONE and rank:
         return None
     region = region or autocast(enabled=False)
-    model = _wrap(name, _lenet(), X, rank, k)
+    model = _wrap(name, lenet_layers(0.05, torch.Generator().manual_seed(0)), X, rank, k)
     if "DDP" in name:
         X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
     if name == "pipeline":
@@ -110,21 +109,11 @@ def make(
     return Method(step, optimizer)
 
 
-def _lenet() -> nn.Sequential:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        layers = lenet_layers()
-    for param in layers.parameters():
-        if param.dim() == 4:  # as the tensor split has them: else it would be the faster network
-            param.data = channels_last(param.data)
-    return layers
-
-
 def _wrap(name: str, layers: nn.Sequential, X: torch.Tensor, rank: int, k: int) -> nn.Module:
     if name == "pipeline":
         return cut(layers, k, [sum(layer.flops) for layer in profile(layers, X[:2])])[rank]
-    if name == "tensor split":  # takes linear weights as (inputs, outputs)
-        return TensorParallelLeNet([p.T if p.dim() == 2 else p for p in layers.parameters()])
+    if name == "tensor split":
+        return TensorParallelLeNet(list(layers.parameters()))
     if name == "DataParallel":
         return DataParallel(layers, device_ids=["cpu"] * k)
     if name == "torch's DDP":

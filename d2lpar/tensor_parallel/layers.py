@@ -162,9 +162,9 @@ class TensorParallelLeNet(nn.Module):
     def forward(self, X: torch.Tensor) -> torch.Tensor:
         """Return the logits, of shape (n, 10), of images ``X`` of shape (n, 1, 28, 28)."""
         W1, b1, W2, b2, W3, b3, W4, b4 = self.params
-        X = copy_to_group(X, self.group)
-        h1 = F.avg_pool2d(F.conv2d(X, W1, b1).relu_(), 2)  # (n, own channels, 13, 13)
-        h2 = reduce_from_group(F.conv2d(h1, W2), self.group)  # (n, 50, 9, 9)
+        X = copy_to_group(X[:, :, :-2, :-2], self.group)  # cropped as in lenet
+        h1 = F.avg_pool2d(F.conv2d(X, W1, b1).relu_(), 2)  # (n, own channels, 12, 12)
+        h2 = reduce_from_group(F.conv2d(h1, W2), self.group)  # (n, 50, 8, 8)
         h2 = F.avg_pool2d((h2 + b2[:, None, None]).relu_(), 2)  # (n, 50, 4, 4)
         h2 = copy_to_group(h2.flatten(1), self.group)
         h3 = torch.addmm(b3, h2, W3).relu_()  # (n, own columns)

@@ -25,7 +25,8 @@ from d2lpar import (
     replicate,
     to_device,
 )
-from d2lpar.network import LeNet, loss
+from d2lpar.models import lenet_layers
+from d2lpar.network import loss
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
@@ -80,7 +81,7 @@ def test_on_k_devices_it_trains_as_on_one(k, device):
     vectors = [(randn(n, 4), randn(n, 3, seed=1)) for n in (8, 5, 3, 1, 2, 0, 13)]
     for plain, batches, criterion in (
         (mlp(), vectors, lambda y_hat, y: (y_hat - y) ** 2),
-        (LeNet(0.1).double(), images, loss),
+        (lenet_layers(0.1).double(), images, loss),
     ):
         start, ours = deepcopy(plain), deepcopy(plain).to(device)
         train(plain, batches, criterion)

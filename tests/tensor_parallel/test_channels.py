@@ -127,14 +127,14 @@ def test_the_bytes_are_those_of_the_channels_that_cross(k, exchange):
         forward = ledger.bytes.copy()
         logits.sum().backward()
     layers = {
-        "conv2": between(k, "conv1", 13 * 13),
+        "conv2": between(k, "conv1", 12 * 12),
         "linear1": between(k, "conv2", 4 * 4),
         "linear2": between(k, "linear1", 1),
     }
     to_first = between(k, "linear2", 1)
     sent = Counter({link: nbytes for link, nbytes in to_first.items() if link[1] == 0})
     sent += sum((Counter(layers[layer]) for layer in exchange), Counter())
-    assert forward == Counter({("host", d): 4 * ROWS * 28 * 28 for d in range(k)}) + sent
+    assert forward == Counter({("host", d): 4 * ROWS * 26 * 26 for d in range(k)}) + sent
     assert messages == k + len(exchange) * k * (k - 1) + k - 1
     assert ledger.bytes - forward == Counter({(d, s): n for (s, d), n in sent.items()})
 

@@ -177,7 +177,7 @@ def test_the_mlp_has_one_allreduce_each_way_and_lenet_two():
     def run(rank, world_size):
         one = 2 * 3 * IN * 4, 1
         assert sent(MLP[0], torch.ones(2, 3, IN, requires_grad=True)) == [one, one]
-        forward, hidden, images = 4 * (50 * 9 * 9 + 10) * 4, 4 * 800 * 4, 4 * 28 * 28 * 4
+        forward, hidden, images = 4 * (50 * 8 * 8 + 10) * 4, 4 * 800 * 4, 4 * 26 * 26 * 4
         X = torch.ones(4, 1, 28, 28)
         assert sent(LENET[0], X) == [(forward, 2), (hidden, 1)]
         assert sent(LENET[0], X.requires_grad_()) == [(forward, 2), (hidden + images, 2)]
