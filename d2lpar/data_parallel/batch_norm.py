@@ -1,11 +1,9 @@
 """Batch normalisation over the rows of all ranks.
 
-In data-parallel training each rank has a part of the batch, and BatchNorm takes the mean and the
-variance of that part: the network is no longer that of one device. ``SyncBatchNorm`` takes them of
-all ranks' rows, by two sums: one for the mean, one for the squares of what is left when the mean is
-subtracted. The mean of squares minus the square of the mean would need one, but loses its digits
-where the mean is large. Notebook 09 builds this file. Source: ``torch.nn.SyncBatchNorm``, which
-needs GPUs.
+In data-parallel training, BatchNorm takes the mean and variance of one rank's rows: the network is
+no longer that of one device. ``SyncBatchNorm`` takes them of all rows, by two sums. The mean of
+squares minus the square of the mean would need one, but loses its digits where the mean is large.
+Notebook 09 builds this file. Source: ``torch.nn.SyncBatchNorm``, which needs GPUs.
 """
 
 import torch
@@ -38,13 +36,11 @@ class _SumOverRanks(torch.autograd.Function):
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm with the mean and variance over the rows of all ranks, which may differ in number.
 
-    Called with X (n, num_features, …), returns the same shape and dtype. In evaluation, on one
-    rank, and without a process group it is ``nn.BatchNorm``. In training all ranks call it equally
-    often: where one has fewer batches, give DistributedDataParallel's ``join`` its
-    ``throw_on_early_termination``. Inside DistributedDataParallel the gradients of weight and bias
-    are averaged like all others. Where ranks differ in their rows, weight each rank's loss by
-    rows · k / all rows, and not its gradients (``weight="rows"`` is refused): they contain the
-    other ranks' losses. Arguments are those of ``torch.nn.SyncBatchNorm``.
+    In evaluation, on one rank, and without a process group it is ``nn.BatchNorm``. In training all
+    ranks must call it equally often: where one has fewer batches, give DistributedDataParallel's
+    ``join`` its ``throw_on_early_termination``. Where ranks differ in their rows, weight each
+    rank's loss by rows · k / all rows, and not its gradients (``weight="rows"`` is refused): they
+    contain the other ranks' losses. Arguments are those of ``torch.nn.SyncBatchNorm``.
     """
 
     def __init__(
@@ -109,10 +105,7 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
     ) -> nn.Module:
-        """Make every BatchNorm in ``module``, or itself, a SyncBatchNorm, and return it.
-
-        Nothing else about them changes: an optimiser that has their parameters goes on with them.
-        """
+        """Make every BatchNorm in ``module``, or itself, a SyncBatchNorm of the same tensors."""
         for layer in module.modules():
             if isinstance(layer, _BatchNorm):
                 layer.__class__, layer.process_group = cls, process_group

@@ -1,7 +1,6 @@
 """Replicas that begin alike: the ranks compare their modules, and all take one rank's state.
 
-Notebook 05 builds this file. Source: ``torch.nn.parallel.DistributedDataParallel``, which compares
-shapes, and broadcasts parameters and buffers.
+Notebook 05 builds this file. Source: ``torch.nn.parallel.DistributedDataParallel``.
 """
 
 from collections.abc import Iterable
@@ -22,8 +21,7 @@ def share_state(
 ) -> None:
     """Check that all ranks have the same module, and copy rank 0's state into it in place.
 
-    Rank 0 is the first one of ``group``. Where modules differ, every rank raises a ValueError that
-    names the first difference.
+    Rank 0 is the first one of ``group``. Where modules differ, every rank raises a ValueError that names the first difference.
     """
     state = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
     mine = "\n".join(f"{name}, {_describe(tensor)}" for name, tensor in state)
@@ -57,8 +55,8 @@ def share_tensors(
 ) -> None:
     """Copy those of rank ``src`` into everyone's, many in one message.
 
-    As after any change in place, backward through an earlier graph that has saved one of them
-    raises an error. Where the tensor is passed as ``.data``, it does not.
+    As after any change in place, backward through an earlier graph that has saved one raises an
+    error, unless it is passed as ``.data``.
     """
     for together in deal(tensors, MESSAGE_BYTES):
         flat = torch.cat([tensor.reshape(-1) for tensor in together])

@@ -1,7 +1,4 @@
-"""Replicas that stay equal: what a rank's gradients are, whatever its model and its batches.
-
-``SCENARIOS`` run with torch's class and with ours, and have to leave the same behind.
-"""
+"""What gradients and buffers a rank has, whatever its model and its batches."""
 
 import copy
 import inspect
@@ -276,18 +273,15 @@ def test_what_is_left_is_torchs(differences, name, way):
         assert found[name, way] == ("ok", None), f"on rank {rank}"
 
 
-# The definition: what k ranks do with shards is what one process does with the whole.
+# The definition.
 
 
 def trains_on_shards(rank, k):
-    found = {}
     for kind in (NaiveDistributedDataParallel, DistributedDataParallel, None):
         module, whole = mlp(6, 5, 4, 1, seed=100 + rank), mlp(6, 5, 4, 1, seed=100)
-        different = everyones(state(module)[0])
         if kind is None:
             module.load_state_dict(whole.state_dict())
         model = kind(module) if kind else module
-        close(state(module), state(whole))
         for step in range(5):
             X, own = randn(4 * k, 6, seed=step), slice(4 * rank, 4 * rank + 4)
             for each in (module, whole):
@@ -297,22 +291,16 @@ def trains_on_shards(rank, k):
                 model.average_gradients()
             backward(whole(X))
             update(module), update(whole)
-        ours = everyones(state(module))
-        found[kind.__name__ if kind else "alone"] = (
-            not torch.equal(*different[:2]),
-            attempt(close, ours[0], state(whole))[0],
-            all(torch.equal(a, b) for other in ours for a, b in zip(ours[0], other, strict=True)),
-        )
-    return found
+        first, *others = everyones(state(module))
+        agrees = attempt(close, first, state(whole))[0]
+        same = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+        assert (agrees, same) == (("ok", True) if kind else ("AssertionError", False))
 
 
-def test_training_on_shards_is_training_on_the_whole_batch():
-    for found in launch(trains_on_shards, 3, timeout=LIMIT):
-        assert found.pop("alone") == (True, "AssertionError", False)
-        assert list(found.values()) == [(True, "ok", True)] * 2
+test_training_on_shards_is_training_on_the_whole_batch = on_ranks(3, [trains_on_shards])
 
 
-# Ours alone, and what is refused: each gets the rank, and all run in one launch.
+# Ours alone, and what is refused.
 
 
 def sixteen_bits(rank, k):

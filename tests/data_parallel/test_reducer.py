@@ -47,9 +47,6 @@ def late_mean(seconds, bucket):
     return future
 
 
-# Checks get the rank, and all run in one launch.
-
-
 def sends_while_backward_runs(rank, k):
     module, stamps = mlp(4, 4, 4, 4, 4, dtype=torch.float32), []
     for layer in module[::2]:
@@ -198,7 +195,7 @@ def hooks_keep_the_order_of_backward(rank, k):
     close(run(DistributedDataParallel), run(TORCHS))
 
 
-def hook_sees_each_bucket(rank, k):
+def hook_sees_each_bucket_undivided(rank, k):
     def keep(state, bucket):
         last = bucket.is_last()
         state.append((bucket.index(), last, bucket.buffer().tolist(), len(bucket.parameters())))
@@ -206,12 +203,11 @@ def hook_sees_each_bucket(rank, k):
         future.set_result(torch.zeros_like(bucket.buffer()))
         return future
 
-    module, state = nn.Sequential(linear(), linear()), []
+    state, module = [], nn.Sequential(linear(), linear())
     model = DistributedDataParallel(module, bucket_cap_mb=1e-6)
     model.register_comm_hook(state, keep)
     model(rows(rank)).sum().backward()
-    alone = [rank + 1.0]  # not divided by the number of ranks
-    assert state == [(0, False, alone, 1), (1, True, alone, 1)]
+    assert state == [(0, False, [rank + 1.0], 1), (1, True, [rank + 1.0], 1)]
     assert [grad.item() for grad in grads(model)] == [0, 0]
 
 
@@ -220,16 +216,13 @@ def refuses_hooks_and_sparse_gradients(rank, k):
     hooked.register_comm_hook(None, lambda state, bucket: bucket.buffer())
     by_rows = DistributedDataParallel(linear(), weight="rows")
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
+    loss = sparse(torch.tensor([1])).sum()
     for call, kind, words in [
         (lambda: hooked.register_comm_hook(None, print), RuntimeError, "only once"),
         (lambda: plain.register_comm_hook(None, "allreduce"), TypeError, "must be a function"),
         (lambda: by_rows.register_comm_hook(None, print), ValueError, "rows"),
         (lambda: hooked(rows(rank)).sum().backward(), TypeError, "return a .*Future, not Tensor"),
-        (
-            lambda: sparse(torch.tensor([1])).sum().backward(),
-            ValueError,
-            r"Embedding\(sparse=False",
-        ),
+        (loss.backward, ValueError, r"Embedding\(sparse=False"),
     ]:
         with pytest.raises(kind, match=words):
             call()
@@ -245,7 +238,7 @@ test_buckets_and_hooks = on_ranks(
         averages_when_the_wrapper_is_dropped,
         torchs_hooks,
         hooks_keep_the_order_of_backward,
-        hook_sees_each_bucket,
+        hook_sees_each_bucket_undivided,
         refuses_hooks_and_sparse_gradients,
     ],
 )
