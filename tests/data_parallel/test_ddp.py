@@ -3,7 +3,7 @@
 import copy
 import inspect
 import io
-from functools import partial
+from functools import partial, reduce
 
 import pytest
 import torch
@@ -88,35 +88,15 @@ class Mixed(nn.Module):
 
     def __init__(self, *dtypes):
         super().__init__()
-        for dtype in dtypes:
-            self.register_parameter(
-                f"p{len(self._parameters)}", nn.Parameter(torch.ones(5).to(dtype))
-            )
+        self.vectors = nn.ParameterList(torch.ones(5).to(dtype) for dtype in dtypes)
         self.scalar = nn.Parameter(torch.tensor(1.0))
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.conv = nn.Parameter(torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last))
 
-    def factors(self, rank):
-        return [randn(p.numel(), seed=rank).view_as(p).to(p.dtype) for p in self.parameters()]
-
     def forward(self, rank):
-        pairs = zip(self.parameters(), self.factors(rank), strict=True)
+        factors = [randn(p.numel(), seed=rank).view_as(p).to(p.dtype) for p in self.parameters()]
+        pairs = zip(self.parameters(), factors, strict=True)
         return sum((param * factor).sum().abs() for param, factor in pairs)
-
-
-class Checkpointed(nn.Module):
-    """Backward passes inside the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = mlp(3, 3, 3, 3)
-
-    def forward(self, X):
-        first, *others = self.layers
-        X = first(X)
-        for layer in others:
-            X = checkpoint(layer, X, use_reentrant=True)
-        return X
 
 
 # Scenarios: wrap is torch's class or ours; what is returned has to be the same.
@@ -154,7 +134,12 @@ def mixes_dtypes(wrap, rank, k):
 
 
 def checkpoints(wrap, rank, k):
-    model = wrap(Checkpointed())
+    """Backward passes inside the backward pass."""
+    module = mlp(3, 3, 3, 3)
+    first, *others = module
+    again = partial(checkpoint, use_reentrant=True)
+    module.forward = lambda X: reduce(lambda X, layer: again(layer, X), others, first(X))
+    model = wrap(module)
     for step in range(2):
         model.zero_grad()
         backward(model(randn(2, 3, seed=10 * step + rank)))

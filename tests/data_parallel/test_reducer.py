@@ -7,6 +7,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,24 +125,14 @@ def averages_when_the_wrapper_is_dropped(rank, k):
     class Output:
         parts: list
 
-    class Other:
-        def __init__(self, X):
-            self.hidden = X
-
-    def loss_of(kind, module, wrap, unwrap):
-        handle = module.register_forward_hook(lambda module, inputs, output: wrap(output))
-        model = kind(module)
-        loss = unwrap(model(rows(rank))).sum()
-        handle.remove()
-        return loss, model
-
     for wrap, unwrap in [
         (lambda X: X, lambda X: X),
         (lambda X: {"a": [X]}, lambda output: output["a"][0]),
         (lambda X: Output([Output([X])]), lambda output: output.parts[0].parts[0]),
     ]:
         module = linear()
-        loss = loss_of(DistributedDataParallel, module, wrap, unwrap)[0]
+        module.register_forward_hook(lambda module, inputs, output, wrap=wrap: wrap(output))
+        loss = unwrap(DistributedDataParallel(module)(rows(rank))).sum()
         gc.collect()
         loss.backward()
         assert gradient(module) == MEAN
@@ -149,8 +140,9 @@ def averages_when_the_wrapper_is_dropped(rank, k):
         assert not module.weight._post_accumulate_grad_hooks
     for kind in (DistributedDataParallel, TORCHS):  # tensors that are not found: the next pass
         module = linear()
-        loss, _model = loss_of(kind, module, Other, lambda output: output.hidden)
-        loss.backward()
+        module.register_forward_hook(lambda module, inputs, output: SimpleNamespace(hidden=output))
+        model = kind(module)
+        model(rows(rank)).hidden.sum().backward()
         assert gradient(module) == MEAN
 
 
