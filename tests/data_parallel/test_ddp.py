@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import (
-    LIMIT,
     MEAN,
     attempt,
     clones,
@@ -26,7 +25,7 @@ from helpers import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from d2lpar import DistributedDataParallel, NaiveDistributedDataParallel, launch, ranks
+from d2lpar import DistributedDataParallel, NaiveDistributedDataParallel, ranks
 
 TORCHS = nn.parallel.DistributedDataParallel
 TINY = 1e-4  # MiB: 104 bytes, so that nearly every parameter has a bucket of its own
@@ -236,26 +235,16 @@ SCENARIOS = {
 }
 
 
-def compare(rank, k):
-    differences = {}
-    for name, scenario in SCENARIOS.items():
-        theirs = scenario(TORCHS, rank, k)
-        for way, options in WAYS.items():
-            ours = scenario(partial(DistributedDataParallel, **options), rank, k)
-            differences[name, way] = attempt(torch.testing.assert_close, ours, theirs)[:2]
-    return differences
+def leaves_what_torchs_leaves(scenario, rank, k):
+    theirs = scenario(TORCHS, rank, k)
+    for way, options in WAYS.items():
+        ours = scenario(partial(DistributedDataParallel, **options), rank, k)
+        torch.testing.assert_close(ours, theirs, msg=lambda words, way=way: f"{way}: {words}")
 
 
-@pytest.fixture(scope="module")
-def differences():
-    return launch(compare, 3, timeout=LIMIT)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_what_is_left_is_torchs(differences, name, way):
-    for rank, found in enumerate(differences):
-        assert found[name, way] == ("ok", None), f"on rank {rank}"
+test_what_is_left_is_torchs = on_ranks(
+    3, {name: partial(leaves_what_torchs_leaves, scenario) for name, scenario in SCENARIOS.items()}
+)
 
 
 # The definition.
