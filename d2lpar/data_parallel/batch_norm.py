@@ -15,12 +15,9 @@ from .. import ranks
 from .buckets import wide
 
 
-def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the sum of all ranks' ``x``; its gradient is the sum of theirs, since all use it."""
-    return _SumOverRanks.apply(x, group)
-
-
 class _SumOverRanks(torch.autograd.Function):
+    """The sum of all ranks' tensors; its gradient is the sum of theirs, since all use it."""
+
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
@@ -76,10 +73,10 @@ class SyncBatchNorm(_BatchNorm):
         x = X.to(wide(X.dtype)).movedim(1, -1)  # channels last: they line up with mean and var
         dims = tuple(range(x.dim() - 1))
         rows = x.new_tensor([x.numel() / x.shape[-1]])  # values per channel on this rank
-        total = sum_over_ranks(torch.cat([x.sum(dims), rows]), group)
+        total = _SumOverRanks.apply(torch.cat([x.sum(dims), rows]), group)
         mean, count = total[:-1] / total[-1], total[-1].detach()
         centred = x - mean
-        var = sum_over_ranks(centred.square().sum(dims), group) / count
+        var = _SumOverRanks.apply(centred.square().sum(dims), group) / count
         self._update(mean.detach(), var.detach(), count)
         scale = (var + self.eps).rsqrt()
         if self.weight is not None:

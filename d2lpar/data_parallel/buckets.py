@@ -97,10 +97,7 @@ def make_buckets(params: list[nn.Parameter], bucket_cap_mb: float) -> list[Bucke
 
 
 def deal(tensors: Iterable[torch.Tensor], max_bytes: float) -> list[list[torch.Tensor]]:
-    """Group tensors into messages of at most ``max_bytes``, in order; 16 bits count as float32.
-
-    A tensor that is larger is alone in its group.
-    """
+    """Group tensors into messages of at most ``max_bytes``, in order; a larger one is alone."""
     full, begun = [], {}  # begun: (dtype, device) -> (the group that is being filled, its bytes)
     for tensor in tensors:
         kind = wide(tensor.dtype), tensor.device

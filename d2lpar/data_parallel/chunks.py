@@ -116,10 +116,7 @@ def compute_at_once(generator: Callable, criterion: Callable, chunks: Chunks) ->
 
 
 def on_leaves(module: Callable) -> tuple[Callable, dict[torch.Tensor, torch.Tensor]]:
-    """Return ``module`` with leaves in place of its parameters, and {leaf: parameter}.
-
-    No hook of a parameter is called, and nothing sent, before all chunks' gradients are added up.
-    """
+    """Return ``module`` on leaves, where a chunk's backward pass ends, and {leaf: parameter}."""
     if not isinstance(module, nn.Module):
         return module, {}
     params = dict(module.named_parameters())
@@ -187,11 +184,8 @@ def compute_twice(generator: Callable, criterion: Callable, chunks: Chunks) -> t
 
 
 def with_wide_sums(generator: nn.Module) -> Callable:
-    """Return the generator, called so that gradients of 16-bit weights add up as float32.
-
-    Autograd adds up a tensor's gradients in the tensor's dtype, and would round after every chunk.
-    """
-    params = dict(generator.named_parameters())
+    """Return the generator, called so that gradients of 16-bit weights add up as float32."""
+    params = dict(generator.named_parameters())  # autograd would round their sums at every chunk
     wide = {name: widened(param) for name, param in params.items()}
     if all(wide[name] is params[name] for name in params):
         return generator

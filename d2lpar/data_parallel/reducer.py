@@ -3,9 +3,8 @@
 A hook of each parameter notes that its gradient is there. As soon as a *bucket* has all of its own,
 it is filled, and a communication thread sends it. When backward ends, the reducer waits for the
 thread and hands the averages out. Buckets follow the order in which backward is expected to make
-gradients (the reverse of the parameters').
-
-Notebook 05 uses this file. Sources: Li et al. (see ``buckets``), and torch's ``Reducer``.
+gradients, the reverse of the parameters'. Notebook 05 uses this file. Sources: Li et al. (see
+``buckets``), and torch's ``Reducer``.
 """
 
 import time
@@ -71,10 +70,7 @@ class Reducer:
     # Before backward
 
     def begin(self, weight: float) -> None:
-        """Get ready for a forward pass; on this rank its gradients count ``weight``.
-
-        Weights that are rows add up until a backward pass has used them.
-        """
+        """Get ready for a forward pass; weights that are rows add up until backward uses them."""
         if any(bucket.ready for bucket in self.buckets):  # an error broke off the last backward
             wait(self._sent)  # still reads the buckets, until allreduce's timeout
             self._reset()

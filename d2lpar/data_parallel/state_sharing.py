@@ -54,11 +54,7 @@ def _describe(tensor: torch.Tensor) -> str:
 def share_tensors(
     tensors: Iterable[torch.Tensor], src: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Copy those of rank ``src`` into everyone's, many in one message.
-
-    As after any change in place, backward through an earlier graph that has saved one raises an
-    error, unless it is passed as ``.data``.
-    """
+    """Copy those of rank ``src`` into everyone's in place, many in one message."""
     for together in deal(tensors, MESSAGE_BYTES):
         flat = torch.cat([tensor.reshape(-1) for tensor in together])
         ranks.broadcast(flat, src, group)
