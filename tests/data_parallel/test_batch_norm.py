@@ -128,7 +128,7 @@ def bad_inputs(rank, k):
 
 def only_ranks_of_the_group_count(rank, k):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    layer = SyncBatchNorm(1, momentum=1.0, process_group=pairs[rank // 2])
+    layer = SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), pairs[rank // 2])
     layer(torch.tensor([[float(rank)], [rank + 1.0]])).pow(3).sum().backward()
     assert layer.running_mean.item() == [1, 1, 3, 3][rank]
     mine = layer.weight.grad.clone()

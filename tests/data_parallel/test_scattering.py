@@ -91,6 +91,7 @@ def test_containers_are_rebuilt_with_their_types():
         assert same(shard, (a, z, [], thing))
         assert shard[0]["new"] == []
     assert "new" not in groups and len(groups["a"]) == 3  # the caller's own is as it was
+    assert gather([shard[0] for shard in shards], CPU).default_factory is list
     assert shards[0][2] is not shards[1][2]  # nor do two devices share a list
     assert scatter(Counter(a=2), TWO) == [Counter(a=2)] * 2  # which counts in update
 
