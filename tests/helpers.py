@@ -109,8 +109,8 @@ def breaks(layer):
 
 
 def on_ranks(world_size, checks):
-    """A test for each check(rank, world_size), of which all run in one launch."""
-    by_name = {check.__name__: check for check in checks}
+    """A test for each check(rank, world_size), listed or named in a dict; all run in one launch."""
+    by_name = checks if isinstance(checks, dict) else {check.__name__: check for check in checks}
     found = cache(lambda: launch(attempts, world_size, by_name, timeout=LIMIT))
 
     @pytest.mark.parametrize("name", by_name)

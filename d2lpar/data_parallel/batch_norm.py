@@ -1,11 +1,9 @@
 """Batch normalisation over the rows of all ranks.
 
-In data-parallel training each rank has a part of the batch, and BatchNorm takes the mean and the
-variance of that part: the network is no longer that of one device. ``SyncBatchNorm`` takes them of
-all ranks' rows, by two sums: one for the mean, one for the squares of what is left when the mean is
-subtracted. The mean of squares minus the square of the mean would need one, but loses its digits
-where the mean is large. Notebook 09 builds this file. Source: ``torch.nn.SyncBatchNorm``, which
-needs GPUs.
+In data-parallel training, BatchNorm takes the mean and variance of one rank's rows: the network is
+no longer that of one device. ``SyncBatchNorm`` takes them of all rows, by two sums. The mean of
+squares minus the square of the mean would need one, but loses its digits where the mean is large.
+Notebook 09 builds this file. Source: ``torch.nn.SyncBatchNorm``, which needs GPUs.
 """
 
 import torch
@@ -17,12 +15,9 @@ from .. import ranks
 from .buckets import wide
 
 
-def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the sum of all ranks' ``x``; its gradient is the sum of theirs, since all use it."""
-    return _SumOverRanks.apply(x, group)
-
-
 class _SumOverRanks(torch.autograd.Function):
+    """The sum of all ranks' tensors; its gradient is the sum of theirs, since all use it."""
+
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
@@ -38,13 +33,11 @@ class _SumOverRanks(torch.autograd.Function):
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm with the mean and variance over the rows of all ranks, which may differ in number.
 
-    Called with X (n, num_features, …), returns the same shape and dtype. In evaluation, on one
-    rank, and without a process group it is ``nn.BatchNorm``. In training all ranks call it equally
-    often: where one has fewer batches, give DistributedDataParallel's ``join`` its
-    ``throw_on_early_termination``. Inside DistributedDataParallel the gradients of weight and bias
-    are averaged like all others. Where ranks differ in their rows, weight each rank's loss by
-    rows · k / all rows, and not its gradients (``weight="rows"`` is refused): they contain the
-    other ranks' losses. Arguments are those of ``torch.nn.SyncBatchNorm``.
+    In evaluation, on one rank, and without a process group it is ``nn.BatchNorm``. In training all
+    ranks must call it equally often: where one has fewer batches, give DistributedDataParallel's
+    ``join`` its ``throw_on_early_termination``. Where ranks differ in their rows, weight each
+    rank's loss by rows · k / all rows, and not its gradients (``weight="rows"`` is refused): they
+    contain the other ranks' losses. Arguments are those of ``torch.nn.SyncBatchNorm``.
     """
 
     def __init__(
@@ -80,10 +73,10 @@ class SyncBatchNorm(_BatchNorm):
         x = X.to(wide(X.dtype)).movedim(1, -1)  # channels last: they line up with mean and var
         dims = tuple(range(x.dim() - 1))
         rows = x.new_tensor([x.numel() / x.shape[-1]])  # values per channel on this rank
-        total = sum_over_ranks(torch.cat([x.sum(dims), rows]), group)
+        total = _SumOverRanks.apply(torch.cat([x.sum(dims), rows]), group)
         mean, count = total[:-1] / total[-1], total[-1].detach()
         centred = x - mean
-        var = sum_over_ranks(centred.square().sum(dims), group) / count
+        var = _SumOverRanks.apply(centred.square().sum(dims), group) / count
         self._update(mean.detach(), var.detach(), count)
         scale = (var + self.eps).rsqrt()
         if self.weight is not None:
@@ -109,10 +102,7 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
     ) -> nn.Module:
-        """Make every BatchNorm in ``module``, or itself, a SyncBatchNorm, and return it.
-
-        Nothing else about them changes: an optimiser that has their parameters goes on with them.
-        """
+        """Make every BatchNorm in ``module``, or itself, a SyncBatchNorm of the same tensors."""
         for layer in module.modules():
             if isinstance(layer, _BatchNorm):
                 layer.__class__, layer.process_group = cls, process_group

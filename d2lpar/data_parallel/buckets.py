@@ -1,8 +1,7 @@
-"""Buckets: gradients side by side in one flat tensor, so that many travel as one message.
+"""Buckets: gradients side by side in one flat tensor, since every message has a price.
 
-Each message costs something, however short it is. Sixty small ones cost more than one that holds
-the sixty gradients. Notebook 05 shows how parameters are dealt out. Source: Li et al., "PyTorch
-Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020), section 3.2.
+Notebook 05 shows how parameters are dealt out. Source: Li et al., "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training" (VLDB 2020), section 3.2.
 """
 
 from collections.abc import Iterable
@@ -14,12 +13,10 @@ from torch import nn
 class Bucket:
     """Gradients side by side in one flat tensor, which travels as one message.
 
-    Those of 16 bits lie in it as float32, and are rounded once, when they come out again. The last
-    bucket has room for the *manifest* behind them: for each parameter of all buckets, how many
-    ranks have used it; then the sum of all ranks' weights.
-
-    ``buffer``, ``set_buffer``, ``gradients``, ``parameters``, ``index`` and ``is_last`` are those
-    of torch's ``GradBucket``, for communication hooks.
+    Those of 16 bits lie in it as float32, and are rounded once, when they come out again. Behind
+    them the last bucket has the *manifest*: for each parameter of all buckets, how many ranks have
+    used it; then the sum of all ranks' weights. For communication hooks a bucket has the methods of
+    torch's ``GradBucket``.
     """
 
     def __init__(self, number: int, params: list[nn.Parameter], manifest_size: int = 0):
@@ -53,10 +50,7 @@ class Bucket:
                 view.copy_(grad).mul_(weight)
 
     def hand_out(self, i: int, as_view: bool) -> None:
-        """Set the i-th parameter's gradient: to a view of the bucket, or to its own tensor.
-
-        A gradient of 16 bits always has its own tensor.
-        """
+        """Set the i-th gradient: to a view of the bucket, or (16 bits always) its own tensor."""
         param, view = self.params[i], self.views[i]
         if as_view and view.dtype == param.dtype:
             param.grad = view
@@ -103,10 +97,7 @@ def make_buckets(params: list[nn.Parameter], bucket_cap_mb: float) -> list[Bucke
 
 
 def deal(tensors: Iterable[torch.Tensor], max_bytes: float) -> list[list[torch.Tensor]]:
-    """Group tensors that can travel as one message of at most ``max_bytes``, in their order.
-
-    A tensor that is larger is alone in its group. Tensors of 16 bits count as float32.
-    """
+    """Group tensors into messages of at most ``max_bytes``, in order; a larger one is alone."""
     full, begun = [], {}  # begun: (dtype, device) -> (the group that is being filled, its bytes)
     for tensor in tensors:
         kind = wide(tensor.dtype), tensor.device

@@ -1,8 +1,7 @@
 """A loss over a large vocabulary, a chunk of positions at a time: all logits never exist at once.
 
-For each chunk: compute its logits, its loss, the gradients of that loss, and forget the logits.
 Notebook 04 uses this file. Sources: ``MultiGPULossCompute`` of A. Rush's "The Annotated
-Transformer" (2018), which does so too, and torch's ``linear_cross_entropy``.
+Transformer" (2018), and torch's ``linear_cross_entropy``.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,22 +32,17 @@ def check_positions(self: "ChunkedLoss", hidden: torch.Tensor, target: torch.Ten
 class ChunkedLoss(nn.Module):
     """``criterion(generator(hidden), target)`` in chunks, so that the full logits never exist.
 
-    The positions are dealt out to the devices, and on each of them go through the generator and the
-    criterion ``chunk_size`` at a time. A chunk's gradients are computed at once, and its logits are
-    forgotten; ``backward`` only scales the gradients. Hooks and functions inside the generator
-    therefore see gradients of the loss itself, whatever it is multiplied by afterwards.
+    The positions are dealt out to the devices, and go through ``generator``, which maps (n, d) to
+    (n, classes) and is on ``devices[0]``, and ``criterion``, ``chunk_size`` at a time. A chunk's
+    gradients are computed at once, and its logits forgotten; ``backward`` only scales the
+    gradients. Hooks and functions inside the generator therefore see gradients of the loss itself,
+    whatever it is multiplied by afterwards. ``count`` is that of ``DataParallelCriterion``.
 
-    With ``recompute``, ``backward`` computes the logits of a chunk a second time, with the same
-    random numbers, and then its gradients. That takes longer, but a loss that waits for its
-    backward holds no gradients, and there are second derivatives. It is also done where gradients
-    cannot be had at once: in float16, whose gradients a ``GradScaler`` scales first; for
-    ``reduction="none"``; and where the loss depends on more than ``hidden`` and parameters, such as
-    a target that requires gradients.
-
-    Args:
-        generator: on ``devices[0]``; maps hidden states (n, d) to logits (n, classes), each
-            position by itself.
-        criterion, count: those of ``DataParallelCriterion``.
+    With ``recompute``, ``backward`` computes the logits again, with the same random numbers, and
+    then the gradients. That takes longer, but a loss that waits for its backward holds no
+    gradients, and there are second derivatives. It is also done where gradients cannot be had at
+    once: in float16, whose gradients a ``GradScaler`` scales first; for ``reduction="none"``; and
+    where the loss depends on more than ``hidden`` and parameters.
     """
 
     def __init__(
@@ -84,11 +78,8 @@ class ChunkedLoss(nn.Module):
         criterion, weights = shares(self.criterion, self.count, [chunk[2:] for chunk in chunks])
         twice = self.recompute or getattr(criterion, "reduction", None) == "none"
         compute = compute_twice if twice else compute_at_once
-        calls = zip(
-            copies_for(devices, self.generator), copies_for(devices, criterion), strict=True
-        )
-        losses = []
-        for i, call in enumerate(calls):
+        calls, losses = [copies_for(devices, call) for call in (self.generator, criterion)], []
+        for i, call in enumerate(zip(*calls, strict=True)):
             own = [(weights[n], *chunks[n][1:]) for n in weights if chunks[n][0] == i]
             if own:
                 losses.append(to_device(compute(*call, own), devices[0], i, 0))
@@ -125,11 +116,7 @@ def compute_at_once(generator: Callable, criterion: Callable, chunks: Chunks) ->
 
 
 def on_leaves(module: Callable) -> tuple[Callable, dict[torch.Tensor, torch.Tensor]]:
-    """Return ``module`` with leaves in place of its parameters, and {leaf: parameter}.
-
-    So the graph of a chunk ends at these leaves: no hook of a parameter is called, and nothing is
-    sent to another device, before the gradients of all chunks are added up.
-    """
+    """Return ``module`` on leaves, where a chunk's backward pass ends, and {leaf: parameter}."""
     if not isinstance(module, nn.Module):
         return module, {}
     params = dict(module.named_parameters())
@@ -197,11 +184,8 @@ def compute_twice(generator: Callable, criterion: Callable, chunks: Chunks) -> t
 
 
 def with_wide_sums(generator: nn.Module) -> Callable:
-    """Return the generator, called so that gradients of 16-bit weights add up as float32.
-
-    Autograd adds up a tensor's gradients in the tensor's dtype, and would round after every chunk.
-    """
-    params = dict(generator.named_parameters())
+    """Return the generator, called so that gradients of 16-bit weights add up as float32."""
+    params = dict(generator.named_parameters())  # autograd would round their sums at every chunk
     wide = {name: widened(param) for name, param in params.items()}
     if all(wide[name] is params[name] for name in params):
         return generator

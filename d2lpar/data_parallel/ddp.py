@@ -1,9 +1,8 @@
 """DistributedDataParallel: a replica on each rank, and gradients averaged in backward.
 
-Above stands the naive version: one allreduce for each parameter, once backward is over. The other
-one leaves that to a ``Reducer``, which sends while backward still runs. Notebook 05 builds this
-file. Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
-(VLDB 2020), and ``torch.nn.parallel.DistributedDataParallel``.
+First the naive version: one allreduce for each parameter, once backward is over. The other leaves
+that to a ``Reducer``, which sends while backward still runs. Notebook 05 builds this file. Sources:
+Li et al. (see ``buckets``), and ``torch.nn.parallel.DistributedDataParallel``.
 """
 
 import inspect
@@ -60,8 +59,8 @@ class DistributedDataParallel(nn.Module):
 
     It takes what ``torch.nn.parallel.DistributedDataParallel`` takes, and means the same by it.
     Parameters may be frozen, tied, unused, and used by some ranks only; one that no rank has used
-    keeps a ``.grad`` of None. A copy (``copy.deepcopy``, pickle, ``torch.save``) is a wrapper of
-    its own, without a communication hook; it needs ``process_group`` to be all ranks.
+    keeps a ``.grad`` of None. A copy (``copy.deepcopy``, pickle, ``torch.save``) is its own
+    wrapper, without a communication hook; it needs ``process_group`` to be all ranks.
 
     Not as in torch: every backward pass through an output averages, not only the first one after a
     forward pass. With ``use_reentrant=True`` a layer may be checkpointed once in a pass. Hooks on
@@ -71,15 +70,14 @@ class DistributedDataParallel(nn.Module):
     no difference. Arguments that are not named here are refused. ``weight`` is ours.
 
     Args:
-        module: of the same parameters and buffers on all ranks; else all raise a ValueError.
         device_ids: None, or a list of the one GPU on which the module is; inputs are moved to it.
         broadcast_buffers: whether buffers become rank 0's, now and before each forward pass that
             follows one with gradients; None: yes.
-        init_sync: whether to compare the ranks' modules, and to copy rank 0's state, now.
-        process_group: None: all ranks.
+        init_sync: whether to compare the ranks' modules, which must have the same parameters and
+            buffers, and to copy rank 0's state, now.
         bucket_cap_mb: the size of a bucket in MiB, None: 25; a larger parameter has its own.
-        gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy, and
-            are written over in the next backward pass.
+        gradient_as_bucket_view: gradients are views of the buckets, which saves a copy, and are
+            written over in the next backward pass.
         forward_sync_buffers: takes the place of ``broadcast_buffers`` for the forward passes.
         weight: "equal": the mean over ranks, as in torch. "rows": each rank counts by its rows
             (dimension 0 of forward's first tensor): the mean over a rank's rows becomes the mean
@@ -142,10 +140,8 @@ class DistributedDataParallel(nn.Module):
         self._join: Join | None = None
         self.timeline: list | None = None
         params = [param for _, param in named if param.requires_grad]
-        as_view = self.gradient_as_bucket_view
-        self.reducer = Reducer(
-            params, self.process_group, self.bucket_cap_mb, self._by_rows, as_view
-        )
+        how = self.bucket_cap_mb, self._by_rows, self.gradient_as_bucket_view
+        self.reducer = Reducer(params, self.process_group, *how)
 
     def forward(self, *args, **kwargs):
         """Call the module; before that, the ranks share their buffers where torch's do."""
@@ -189,9 +185,8 @@ class DistributedDataParallel(nn.Module):
         """Let ``hook(state, bucket)`` reduce each bucket, and return a ``torch.futures.Future``.
 
         The future's tensor takes the place of ``bucket.buffer()``, which is not yet divided by the
-        number of ranks. ``bucket`` has the methods of torch's ``GradBucket``. Backward calls the
-        hook for one bucket after the other, and waits until it returns; for its future no longer
-        than the group's time limit.
+        number of ranks. Backward calls the hook for one bucket after the other, and waits for each
+        future no longer than the group's time limit.
         """
         if not callable(hook):
             raise TypeError(f"hook must be a function, not {hook!r}")
@@ -224,10 +219,9 @@ class DistributedDataParallel(nn.Module):
         A rank that has left the loop goes on to send zeros until all have left; then all take the
         parameters of a rank that was among the last, and its buffers if they are broadcast. The sum
         of gradients is divided by the number of all ranks, or, unless
-        ``divide_by_initial_world_size``, by that of the ranks that still have batches; with
-        ``weight="rows"`` by the rows. If ``throw_on_early_termination``, all raise a RuntimeError
-        as soon as one has left the loop. Every forward pass with gradients enabled must be followed
-        by its backward pass.
+        ``divide_by_initial_world_size``, of those that still have batches; with ``weight="rows"``
+        by the rows. If ``throw_on_early_termination``, all raise a RuntimeError as soon as one has
+        left. Every forward pass with gradients must be followed by its backward pass.
         """
         if not enable:
             yield
@@ -241,10 +235,7 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict:
         if self.process_group is not dist.group.WORLD:
-            raise RuntimeError(
-                "only a DistributedDataParallel of all ranks can be copied or saved: copy .module, "
-                "and wrap the copy"
-            )
+            raise RuntimeError("this one is not of all ranks: copy .module, and wrap the copy")
         ours = ("process_group", "reducer")
         return {name: value for name, value in vars(self).items() if name not in ours}
 

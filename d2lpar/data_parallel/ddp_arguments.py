@@ -1,7 +1,4 @@
-"""What DistributedDataParallel refuses, and why.
-
-Source: ``torch.nn.parallel.DistributedDataParallel``, whose arguments they are.
-"""
+"""What ``torch.nn.parallel.DistributedDataParallel`` takes, and ours refuses."""
 
 import torch
 import torch.distributed as dist

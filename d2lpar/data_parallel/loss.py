@@ -1,9 +1,8 @@
-"""The loss that need not sit on one device: computed in parts, and put together as if in one.
+"""A loss computed in parts, on several devices, and put together as if on one.
 
-``DataParallelCriterion`` takes outputs that lie on several devices. The mean of the parts' means is
-not the mean of the whole, unless all parts count the same. So each part is weighted by the number
-that its own mean was divided by; ``chunks`` does so, too. Notebook 04 builds this file. Source: H.
-Zhang's PyTorch-Encoding (``DataParallelCriterion``, which takes the mean of means).
+The mean of the parts' means is not the mean of the whole, unless all parts count the same. So each
+part is weighted by the number that its own mean was divided by; ``chunks`` does so, too. Notebook
+04 builds this file. Source: H. Zhang's PyTorch-Encoding (which takes the mean of means).
 """
 
 from collections.abc import Callable, Sequence
@@ -67,22 +66,13 @@ class DataParallelCriterion(nn.Module):
     batch, it scatters the targets, computes each part where its output is, and puts the parts
     together on ``devices[0]``: by ``criterion.reduction``, "none" joins them and "sum" adds them;
     for "mean" each counts by its share of the number that the mean is divided by. That is known of
-    torch's own losses: elements of the target, or, for cross-entropy, the summed class weights of
-    the targets that are not ignored. For any other criterion pass ``count``.
+    torch's own losses. For any other criterion pass ``count``: target, … -> that number.
 
-    Args:
-        criterion: called with (output, target, …); a module is replicated, a function is shared.
-        devices: those of the ``DataParallelModel``; none: the whole batch is one output.
-        count: target, … -> the number that the mean over them is divided by, proportionally.
-        dim: the dimension of the rows.
+    Without ``devices``, the whole batch is one output. The rows are dimension ``dim``.
     """
 
     def __init__(
-        self,
-        criterion: Callable,
-        devices: Sequence[torch.device],
-        count: Count | None = None,
-        dim: int = 0,
+        self, criterion: Callable, devices: Sequence, count: Count | None = None, dim: int = 0
     ):
         super().__init__()
         find_count(criterion, count)
@@ -106,10 +96,7 @@ class DataParallelCriterion(nn.Module):
 
 
 def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
-    """Return the function that counts a target for the mean; None where there is no mean to take.
-
-    Raises ValueError for the mean of a criterion that is not torch's, without ``count``.
-    """
+    """Return what counts a target for the mean, or None without mean; raise if it is unknown."""
     if getattr(criterion, "reduction", None) in ("sum", "none"):
         return None
     if count is not None:
@@ -140,9 +127,8 @@ def shares(
 ) -> tuple[Callable, dict[int, float]]:
     """Return what to call for the loss of a part, and by what factor each enters the whole.
 
-    For a sum, and where nothing is reduced, that is 1. For a mean it is the part's share of the
-    count; parts that count nothing are left out. The mean over nothing at all is left to the
-    criterion (torch's own give NaN).
+    For a sum, or without reduction, that is 1, for a mean the part's share of the count; parts that
+    count nothing are left out. The mean over nothing is left to the criterion (torch's give NaN).
     """
     parts, counts_of = range(len(targets)), find_count(criterion, count)
     if counts_of is None:

@@ -1,12 +1,10 @@
 """The reducer: averages gradients between ranks while backward still runs.
 
-A hook of each parameter notes that its gradient is there. As soon as a *bucket* has all its
-gradients, it is filled, and a communication thread sends it. When backward ends, the reducer waits
-for the thread and hands the averages out. Buckets follow the order in which backward is expected to
-make gradients (the reverse of the parameters'). ``ddp`` has the module around it.
-
-Notebook 05 uses this file. Source: Li et al., "PyTorch Distributed: Experiences on Accelerating
-Data Parallel Training" (VLDB 2020), and torch's ``Reducer``.
+A hook of each parameter notes that its gradient is there. As soon as a *bucket* has all of its own,
+it is filled, and a communication thread sends it. When backward ends, the reducer waits for the
+thread and hands the averages out. Buckets follow the order in which backward is expected to make
+gradients, the reverse of the parameters'. Notebook 05 uses this file. Sources: Li et al. (see
+``buckets``), and torch's ``Reducer``.
 """
 
 import time
@@ -37,10 +35,9 @@ AVERAGES = "averages"  # such a pass is running, and will call _end
 class Reducer:
     """Averages the gradients of ``params`` in each backward pass that a forward pass has announced.
 
-    It lives as long as its owner, or as the graph of the tensors that it was told to ``expect``.
-    Its hooks, its thread and its line go with it. On a GPU messages travel in a stream of their
-    own, which waits for the gradients' streams, and for which the caller's waits. That was not run
-    on a GPU.
+    It lives as long as its owner, or as the graph of the tensors that it was told to ``expect``;
+    its hooks, thread and line go with it. On a GPU messages have their own stream, which waits for
+    the gradients' streams, and for which the caller's waits. That was not run on a GPU.
     """
 
     def __init__(
@@ -73,10 +70,7 @@ class Reducer:
     # Before backward
 
     def begin(self, weight: float) -> None:
-        """Get ready for a forward pass with gradients; on this rank they count ``weight``.
-
-        Weights that are rows add up until a backward pass has used them.
-        """
+        """Get ready for a forward pass; weights that are rows add up until backward uses them."""
         if any(bucket.ready for bucket in self.buckets):  # an error broke off the last backward
             wait(self._sent)  # still reads the buckets, until allreduce's timeout
             self._reset()

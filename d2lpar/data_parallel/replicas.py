@@ -1,11 +1,9 @@
 """DataParallel: one process, a thread for each device, a module copied again for every batch.
 
-Four functions do the work: ``scatter`` the batch, ``replicate`` the module, ``parallel_apply`` the
-replicas to the shards, ``gather`` the outputs. ``DataParallelModel`` is the first three of them in
-a row, ``DataParallel`` all four. Backward undoes them in turn: gradients of the outputs are
-scattered, those of the parameters are added up on the first device. Notebook 04 builds this file.
-Source: ``torch.nn.parallel.DataParallel`` and its parts, which need GPUs; the form without a gather
-is that of H. Zhang's PyTorch-Encoding.
+``scatter`` the batch, ``replicate`` the module, ``parallel_apply`` the replicas to the shards: that
+is ``DataParallelModel``. ``DataParallel`` goes on to ``gather`` the outputs. Notebook 04 builds
+this file. Source: ``torch.nn.parallel.DataParallel`` and its parts, which need GPUs; the form
+without a gather is that of H. Zhang's PyTorch-Encoding.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,13 +40,12 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     """Return a copy of ``module`` for each device; gradients of all copies flow to ``module``.
 
     A replica has its own copies of parameters and buffers, also in lists and dicts of them and of
-    submodules, and shares everything else with the module. Tied parameters stay tied. Replica 0 is
-    where the module is: it works on the module's own buffers, so that running statistics go on.
-    What a replica sets on itself in ``forward`` goes with it.
+    submodules, and shares everything else with the module. Tied parameters stay tied. Replica 0
+    works on the module's own buffers, so that running statistics go on. What a replica sets on
+    itself in ``forward`` goes with it.
 
-    The gradients are added up on ``devices[0]`` in the order of the devices, so that equal ones
-    always have the same sum, to the last bit; 16-bit ones are added as float32 and rounded once.
-    The module must be on ``devices[0]``, and not compiled.
+    The gradients are added up on ``devices[0]``, where the module is, in the order of the devices,
+    so that equal ones always have the same sum, to the last bit; 16-bit ones as float32.
     """
     devices = check_devices(devices)
     params, buffers = list(module.parameters()), list(module.buffers())
@@ -128,10 +125,10 @@ def parallel_apply(
 
     The caller's own thread takes the first. ``inputs[i]`` is the tuple or list of the arguments of
     ``modules[i]``, or its only argument. Every thread has the caller's grad mode, inference mode,
-    autocast (torch's or ours) and ledger; other settings that torch keeps for each thread, such as
-    hooks on saved tensors, hold for the first module only. On a CPU all draw random numbers from
-    one generator, in no certain order. When modules fail, the first one's error is raised after all
-    have ended, with a note that says where it was.
+    autocast and ledger; what else torch keeps for each thread, such as hooks on saved tensors,
+    holds for the first module only. On a CPU all draw from one random generator, in no certain
+    order. When modules fail, the first one's error is raised after all have ended, with a note that
+    says where it was.
     """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
     calls, contexts = [], [copy_context() for _ in modules]
@@ -192,16 +189,11 @@ class DataParallelModel(nn.Module):
     ``DataParallelCriterion`` takes. Gradients flow to ``module``, which is on the first device.
     What mixes the rows of a batch, such as BatchNorm in training, sees those of its device only.
 
-    Args:
-        module: is on ``device_ids[0]``; to a single device it is moved.
-        device_ids: where the replicas go: devices, their names, or numbers of GPUs. One that is
-            named several times has several, so that ``["cpu"] * 3`` are three virtual devices.
-            None: all GPUs. Without any GPU, None and numbers mean what they mean in torch: the
-            module itself is called, with the whole batch.
-        dim: the dimension of the rows, of inputs and outputs.
-
-    The attribute ``device_ids`` is what torch's is; ``devices`` are the devices themselves, none
-    where the module itself is called.
+    ``device_ids`` are devices, their names, or numbers of GPUs. One that is named several times has
+    several replicas, so that ``["cpu"] * 3`` are three virtual devices. None: all GPUs. Without any
+    GPU, None and numbers mean what they mean in torch: the module itself is called, with the whole
+    batch. The rows are dimension ``dim``. The attribute ``device_ids`` is what torch's is;
+    ``devices`` are the devices themselves.
     """
 
     def __init__(self, module: nn.Module, device_ids: Sequence | None = None, dim: int = 0):
@@ -227,15 +219,14 @@ class DataParallel(DataParallelModel):
     """A module on several devices, to be used like the module, as torch's ``nn.DataParallel``.
 
     The outputs are joined on ``output_device``, by default the first device. An output without
-    dimensions, such as a loss, becomes a vector with a number for each device, whose mean is the
-    wrong one where the shards differ in rows. With a single device, or none, the output is the
-    module's, as it is.
+    dimensions, such as a loss, becomes a vector with a number for each device; its mean is wrong
+    where the shards differ in rows. With one device, or none, the output is the module's.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Sequence[int | str | torch.device] | None = None,
+        device_ids: Sequence | None = None,
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
     ):
@@ -251,7 +242,7 @@ class DataParallel(DataParallelModel):
         return gather(outputs, self._there, self.dim) if len(self.devices) > 1 else outputs[0]
 
 
-def chosen_devices(device_ids: Sequence[int | str | torch.device] | None) -> list[torch.device]:
+def chosen_devices(device_ids: Sequence | None) -> list[torch.device]:
     """Return the devices that ``device_ids`` names; none where there is no GPU to number."""
     gpus = range(torch.cuda.device_count())
     named = gpus if device_ids is None else device_ids

@@ -1,11 +1,8 @@
 """Which examples a rank reads: every epoch is dealt out like cards, one to each rank in turn.
 
-All ranks shuffle alike, from the same seed, and rank r of k takes places r, r + k, r + 2k, … of
-the order. So nothing has to be sent, and k ranks with b examples each see together the very batch
-of k·b examples that one process would see.
-
-Notebook 05 uses this file. Source: torch's ``torch.utils.data.distributed.DistributedSampler``,
-whose sequences these are.
+All ranks shuffle alike, from the same seed, and rank r of k takes places r, r + k, r + 2k, … of the
+order. So nothing is sent, and k ranks with b examples each see together one process's batch of k·b.
+Notebook 05 uses this file. Source: ``torch.utils.data.distributed.DistributedSampler``.
 """
 
 from collections.abc import Iterator, Sized
@@ -19,15 +16,11 @@ from torch.utils.data import Sampler
 class DistributedSampler(Sampler[int]):
     """The indices of the examples of one rank, for a ``DataLoader``'s ``sampler=``.
 
-    All ranks have equally many, as with torch's: where the examples do not suffice, the order is
+    They are torch's: all ranks have equally many; where the examples do not suffice, the order is
     continued from its beginning, or, with ``drop_last``, cut short. With ``pad=False``, which is
     ours, no example is repeated, and a rank may have one less than rank 0, and so a batch less: use
-    ``DistributedDataParallel.join``, or let all ranks make as many steps as rank 0.
-
-    Without ``num_replicas`` and ``rank`` those of the default process group are taken. ``seed``
-    must be the same on all ranks. Call ``set_epoch`` before every epoch: without it, every pass has
-    the same order. ``num_samples`` is how many examples this rank has in an epoch, ``total_size``
-    how many all have.
+    ``DistributedDataParallel.join``. Call ``set_epoch`` before every epoch: without it, every pass
+    has the same order.
     """
 
     def __init__(
@@ -58,8 +51,8 @@ class DistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Take the order of ``epoch``, from this rank's example number ``start`` on.
 
-        ``start``, which is ours, is for a resume: how many examples the training loop has used (the
-        sampler cannot know: a ``DataLoader`` with workers reads ahead). The next call resets it.
+        ``start``, which is ours, is for a resume: how many examples the training loop has used (a
+        ``DataLoader`` with workers reads ahead). The next call resets it.
         """
         if not 0 <= start <= self.num_samples:
             raise ValueError(f"start must be from 0 to {self.num_samples}, not {start!r}")

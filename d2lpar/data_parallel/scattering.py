@@ -1,6 +1,5 @@
 """A batch of any structure, split over devices, and joined again.
 
-``scatter`` and ``gather`` are the first and the last of the four functions that make DataParallel.
 Notebook 04 builds this file. Source: ``torch.nn.parallel.scatter`` and ``gather``, which need GPUs.
 """
 

@@ -1,7 +1,6 @@
 """Replicas that begin alike: the ranks compare their modules, and all take one rank's state.
 
-Notebook 05 builds this file. Source: ``torch.nn.parallel.DistributedDataParallel``, which compares
-shapes, and broadcasts parameters and buffers.
+Notebook 05 builds this file. Source: ``torch.nn.parallel.DistributedDataParallel``.
 """
 
 from collections.abc import Iterable
@@ -55,11 +54,7 @@ def _describe(tensor: torch.Tensor) -> str:
 def share_tensors(
     tensors: Iterable[torch.Tensor], src: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Copy those of rank ``src`` into everyone's, many in one message.
-
-    As after any change in place, backward through an earlier graph that has saved one of them
-    raises an error. Where the tensor is passed as ``.data``, it does not.
-    """
+    """Copy those of rank ``src`` into everyone's in place, many in one message."""
     for together in deal(tensors, MESSAGE_BYTES):
         flat = torch.cat([tensor.reshape(-1) for tensor in together])
         ranks.broadcast(flat, src, group)

@@ -1,7 +1,6 @@
 """Ranks with fewer batches than others, or with fewer rows in them.
 
-``DistributedDataParallel`` calls what stands here from its ``join`` and its forward pass. Notebook
-05 uses this file. Source: ``torch.distributed.algorithms.join``.
+Notebook 05 uses this file. Source: ``torch.distributed.algorithms.join``.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Gradients that a chunked loss computes in forward are those that backward would compute.
-
-That all criteria, sizes and shapes are right in both forms: test_loss.
-"""
+"""Gradients that a chunked loss computes in forward are those of backward; more in test_loss."""
 
 import warnings
 from functools import partial
@@ -35,6 +32,9 @@ def chunked(generator, size=2, k=1, criterion=None, count=None, recompute=False)
     return ChunkedLoss(generator, criterion, [CPU] * k, size, count, recompute=recompute)
 
 
+# What it costs.
+
+
 class Counted(nn.Linear):
     calls = 0
 
@@ -44,10 +44,16 @@ class Counted(nn.Linear):
 
 
 @pytest.mark.parametrize(("recompute", "calls"), [(False, 4), (True, 8)])
-def test_logits_are_computed_once_or_twice(recompute, calls):
+def test_logits_are_computed_once_or_twice_and_once_more_in_a_checkpoint(recompute, calls):
     generator, (_, hidden, target) = Counted(4, 5).double(), problem()
-    chunked(generator, recompute=recompute)(hidden, target).backward()
+    tensors = [hidden, *generator.parameters()]
+    expected = gradients(F.cross_entropy(generator(hidden.tanh()), target), tensors)
+    loss, generator.calls = chunked(generator, recompute=recompute), 0
+    loss(hidden, target).backward()
     assert generator.calls == calls
+    value = checkpoint(lambda hidden: loss(hidden.tanh(), target), hidden, use_reentrant=False)
+    close(gradients(value, tensors), expected)
+    assert generator.calls <= 2 * calls + 4
 
 
 @both
@@ -73,69 +79,29 @@ def test_the_ledger_counts_what_chunks_need(recompute):
     }
 
 
-@both
-def test_a_later_factor_reaches_all_gradients(recompute):
-    generator, hidden, target = problem()
-    tensors = [hidden, *generator.parameters()]
-    expected = gradients(-3 * F.cross_entropy(generator(hidden), target), tensors)
-    loss = chunked(generator, k=2, recompute=recompute)(hidden, target)
-    close(gradients(-3 * loss, tensors), expected)
+# What the gradients are.
 
 
 @both
 @pytest.mark.parametrize("kept", ["hidden", "weight", "nothing"])
 def test_what_is_frozen_gets_no_gradient(kept, recompute):
     generator, hidden, target = problem()
+    tensors = {"hidden": hidden, "weight": generator.weight, "bias": generator.bias}
     whole = F.cross_entropy(generator(hidden), target)
-    tensors = {"hidden": hidden, "weight": generator.weight}
-    expected = {kept: gradients(whole, tensors[kept])[0]} if kept in tensors else {}
-    hidden = hidden.detach().requires_grad_(kept == "hidden")
-    generator.bias.requires_grad_(False)
-    generator.weight.requires_grad_(kept == "weight")
+    expected = [gradients(whole, t)[0] if name == kept else None for name, t in tensors.items()]
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name == kept)
+    generator.unused = nn.Parameter(torch.ones(1))
     value = chunked(generator, 3, recompute=recompute)(hidden, target)
-    assert value.requires_grad == (kept != "nothing")
-    if kept != "nothing":
+    close(value, whole.detach().requires_grad_(kept != "nothing"))
+    if value.requires_grad:
         value.backward()
-    found = {"hidden": hidden.grad, "weight": generator.weight.grad, "bias": generator.bias.grad}
-    close({name: grad for name, grad in found.items() if grad is not None}, expected)
-
-
-@both
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_there_is_only_a_value(mode, recompute):
-    generator, hidden, target = problem()
-    with mode():
-        value = chunked(generator, k=2, recompute=recompute)(hidden, target)
+    for tensor, grad in zip([*tensors.values(), generator.unused], [*expected, None], strict=True):
+        assert tensor.grad is grad is None or torch.allclose(tensor.grad, grad, rtol=1e-12)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            value = chunked(generator, k=2, recompute=recompute)(hidden.requires_grad_(), target)
         assert not value.requires_grad
-        close(value, F.cross_entropy(generator(hidden), target))
-
-
-class Choosy(nn.Module):
-    """Uses one weight for a chunk that begins with a positive number, else another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.ways = nn.ModuleList(nn.Linear(4, 5) for _ in range(3)).double()
-
-    def forward(self, hidden):
-        return self.ways[int(hidden[0, 0] > 0)](hidden)
-
-
-@both
-@pytest.mark.parametrize("k", [1, 2])
-def test_a_parameter_may_be_used_by_some_chunks_or_by_none(k, recompute):
-    _, hidden, target = problem(8)
-    generator, criterion = Choosy(), nn.CrossEntropyLoss(reduction="sum")
-    tensors = [hidden, *generator.parameters()]
-    parts = zip(hidden.split(1), target.split(1), strict=True)
-    expected = gradients(sum(criterion(generator(h), t) for h, t in parts), tensors)
-    loss = chunked(generator, 1, k, criterion, recompute=recompute)(hidden, target)
-    assert expected[1] is not None and expected[3] is not None and expected[5] is None
-    for a, b in zip(gradients(loss, tensors), expected, strict=True):
-        if b is not None:
-            close(a, b)
-        elif k == 1:  # a copy on another device has a gradient of zero
-            assert a is None
 
 
 class Odd(nn.Module):
@@ -174,14 +140,10 @@ def test_losses_of_16_bits_are_added_as_float32(recompute):
         criterion = nn.CrossEntropyLoss(reduction=reduction)
         expected = criterion(whole(hidden.float()), target)
         loss = chunked(generator, 2, 2, criterion, recompute=recompute)(hidden, target)
-        assert loss.dtype == torch.bfloat16
-        close(loss.float(), expected, rtol=0.01, atol=0)
+        close(loss, expected.bfloat16(), rtol=0.01, atol=0)
         [exact], [found] = gradients(expected, [whole.weight]), gradients(loss, [generator.weight])
         assert found.dtype == torch.bfloat16
         assert (found.float() - exact).norm() / exact.norm() < 0.01
-
-
-# What the gradients may depend on.
 
 
 @both
@@ -190,23 +152,19 @@ def test_the_loss_may_depend_on_what_is_outside_and_on_its_target(size, recomput
     generator, hidden, _ = problem()
     logarithm = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     teacher = torch.rand(7, 5, dtype=torch.float64, requires_grad=True)
-    tensors = [hidden, logarithm, generator.weight, teacher]
-
-    def gradient(in_chunks):
+    found = []
+    for in_chunks in (True, False):
         temperature = logarithm.exp()
         temperature.register_hook(lambda grad: 3 * grad)  # called once
 
-        def criterion(logits, target):
+        def criterion(logits, target, temperature=temperature):
             return F.cross_entropy(logits * temperature + logarithm * logits**2, target)
 
-        def in_one(hidden, target):
-            return criterion(generator(hidden), target)
-
         in_parts, soft = chunked(generator, size, 1, criterion, len, recompute), teacher.softmax(-1)
-        loss = (in_parts if in_chunks else in_one)(hidden, soft)
-        return gradients(loss + temperature.square(), tensors)  # the graph is used again
-
-    close(gradient(True), gradient(False))
+        loss = in_parts(hidden, soft) if in_chunks else criterion(generator(hidden), soft)
+        loss = loss + temperature.square()  # the graph is used again
+        found.append(gradients(loss, [hidden, logarithm, generator.weight, teacher]))
+    close(*found)
 
 
 class Scaled(nn.Module):
@@ -223,53 +181,28 @@ class Scaled(nn.Module):
 @both
 @pytest.mark.parametrize("k", [1, 2])
 def test_hooks_of_parameters_are_called_as_often_as_in_backward(k, recompute):
-    generator, hidden, target = problem()
-    criterion = Scaled()
+    (generator, hidden, target), criterion = problem(), Scaled()
     tensors = [generator.weight, criterion.scale]
     expected = gradients(criterion(generator(hidden), target), tensors)
     for tensor in tensors:
         tensor.register_hook(lambda grad: 3 * grad)
-    chunked(generator, 2, k, criterion, len, recompute)(hidden, target).backward()
-    close([tensor.grad for tensor in tensors], [3 * grad for grad in expected])
+    loss = chunked(generator, 2, k, criterion, len, recompute)(hidden, target)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    close([tensor.grad for tensor in tensors], [2 * 3 * grad for grad in expected])
 
 
-@both
-def test_second_derivatives_need_recomputation(recompute):
+def test_second_derivatives_need_recomputation():
     generator, hidden, target = problem()
     whole = F.cross_entropy(generator(hidden), target)
-    loss = chunked(generator, recompute=recompute)(hidden, target)
-    if not recompute:
-        with pytest.raises(RuntimeError, match="second derivatives only with recompute=True"):
-            torch.autograd.grad(loss, hidden, create_graph=True)
-        return
+    with pytest.raises(RuntimeError, match="second derivatives only with recompute=True"):
+        torch.autograd.grad(chunked(generator)(hidden, target), hidden, create_graph=True)
+    loss = chunked(generator, recompute=True)(hidden, target)
     pair = [torch.autograd.grad(end, hidden, create_graph=True)[0] for end in (loss, whole)]
     close(*[gradients(grad.square().sum(), [generator.weight]) for grad in pair])
 
 
-@both
-def test_backward_may_be_repeated_only_where_torch_allows_it(recompute):
-    generator, hidden, target = problem()
-    value = chunked(generator, recompute=recompute)(hidden, target)
-    value.backward(retain_graph=True)
-    once = generator.weight.grad.clone()
-    value.backward()
-    close(generator.weight.grad, 2 * once)
-    with pytest.raises(RuntimeError, match="second time"):
-        value.backward()
-
-
-# Inside a checkpoint, autocast and a scaler.
-
-
-@pytest.mark.parametrize(("recompute", "calls"), [(False, 2 * 8), (True, 3 * 8)])
-def test_in_a_checkpointed_layer_the_work_grows_with_the_chunks_only(recompute, calls):
-    generator, (_, hidden, target) = Counted(4, 5).double(), problem(8)
-    tensors = [hidden, *generator.parameters()]
-    expected = gradients(F.cross_entropy(generator(hidden.tanh()), target), tensors)
-    loss, generator.calls = chunked(generator, 1, recompute=recompute), 0
-    value = checkpoint(lambda hidden: loss(hidden.tanh(), target), hidden, use_reentrant=False)
-    close(gradients(value, tensors), expected)
-    assert generator.calls <= calls
+# Under autocast, a scaler and dropout.
 
 
 class Inside(nn.Linear):
@@ -300,16 +233,22 @@ def test_a_scale_reaches_float16_before_its_gradients_are_rounded(where):
 
 @both
 @pytest.mark.parametrize("region", [torch.autocast, autocast])
-def test_chunks_in_bfloat16_agree_with_the_whole(region, recompute):
+def test_chunks_in_bfloat16_agree_with_the_whole_and_backward_is_outside(region, recompute):
     torch.manual_seed(0)
-    generator, hidden = nn.Linear(16, 50), torch.randn(64, 16)
+    generator, hidden, seen = nn.Linear(16, 50), torch.randn(64, 16), []
     target, weight = torch.randint(50, (64,)), [generator.weight, generator.bias]
     exact = gradients(F.cross_entropy(generator(hidden), target), weight)
+
+    def watch(module, args, logits):
+        logits.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+
+    generator.register_forward_hook(watch)
     with warnings.catch_warnings(), region("cpu", torch.bfloat16):
         warnings.simplefilter("error")
-        value = chunked(generator, 8, 2, recompute=recompute)(hidden, target)
+        value = chunked(generator, 8, 1, recompute=recompute)(hidden, target)
     for a, b in zip(gradients(value, weight), exact, strict=True):
         assert a.dtype == torch.float32 and (a - b).norm() / b.norm() < 0.02
+    assert seen == [False] * 8
 
 
 @both
@@ -323,18 +262,6 @@ def test_random_numbers_differ_between_chunks_and_agree_with_the_gradients(recom
     value.backward()
     close(hidden.grad.sum(), value.detach())  # kept ones have 2 in both
     assert len({tuple(rows.flatten().tolist()) for rows in hidden.grad.split(8)}) > 1
-
-
-def test_gradients_are_computed_outside_autocast_as_in_backward():
-    seen, (generator, hidden, target) = [], problem(dtype=torch.float32)
-
-    def watch(module, args, logits):
-        logits.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
-
-    generator.register_forward_hook(watch)
-    with torch.autocast("cpu", torch.bfloat16):
-        chunked(generator, 4)(hidden, target)
-    assert seen == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,14 @@
-"""Replicas that stay equal: what a rank's gradients are, whatever its model and its batches.
-
-``SCENARIOS`` run with torch's class and with ours, and have to leave the same behind.
-"""
+"""What gradients and buffers a rank has, whatever its model and its batches."""
 
 import copy
 import inspect
 import io
-from functools import partial
+from functools import partial, reduce
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import (
-    LIMIT,
     MEAN,
     attempt,
     clones,
@@ -29,7 +25,7 @@ from helpers import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from d2lpar import DistributedDataParallel, NaiveDistributedDataParallel, launch, ranks
+from d2lpar import DistributedDataParallel, NaiveDistributedDataParallel, ranks
 
 TORCHS = nn.parallel.DistributedDataParallel
 TINY = 1e-4  # MiB: 104 bytes, so that nearly every parameter has a bucket of its own
@@ -91,35 +87,15 @@ class Mixed(nn.Module):
 
     def __init__(self, *dtypes):
         super().__init__()
-        for dtype in dtypes:
-            self.register_parameter(
-                f"p{len(self._parameters)}", nn.Parameter(torch.ones(5).to(dtype))
-            )
+        self.vectors = nn.ParameterList(torch.ones(5).to(dtype) for dtype in dtypes)
         self.scalar = nn.Parameter(torch.tensor(1.0))
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.conv = nn.Parameter(torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last))
 
-    def factors(self, rank):
-        return [randn(p.numel(), seed=rank).view_as(p).to(p.dtype) for p in self.parameters()]
-
     def forward(self, rank):
-        pairs = zip(self.parameters(), self.factors(rank), strict=True)
+        factors = [randn(p.numel(), seed=rank).view_as(p).to(p.dtype) for p in self.parameters()]
+        pairs = zip(self.parameters(), factors, strict=True)
         return sum((param * factor).sum().abs() for param, factor in pairs)
-
-
-class Checkpointed(nn.Module):
-    """Backward passes inside the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = mlp(3, 3, 3, 3)
-
-    def forward(self, X):
-        first, *others = self.layers
-        X = first(X)
-        for layer in others:
-            X = checkpoint(layer, X, use_reentrant=True)
-        return X
 
 
 # Scenarios: wrap is torch's class or ours; what is returned has to be the same.
@@ -157,7 +133,12 @@ def mixes_dtypes(wrap, rank, k):
 
 
 def checkpoints(wrap, rank, k):
-    model = wrap(Checkpointed())
+    """Backward passes inside the backward pass."""
+    module = mlp(3, 3, 3, 3)
+    first, *others = module
+    again = partial(checkpoint, use_reentrant=True)
+    module.forward = lambda X: reduce(lambda X, layer: again(layer, X), others, first(X))
+    model = wrap(module)
     for step in range(2):
         model.zero_grad()
         backward(model(randn(2, 3, seed=10 * step + rank)))
@@ -254,40 +235,27 @@ SCENARIOS = {
 }
 
 
-def compare(rank, k):
-    differences = {}
-    for name, scenario in SCENARIOS.items():
-        theirs = scenario(TORCHS, rank, k)
-        for way, options in WAYS.items():
-            ours = scenario(partial(DistributedDataParallel, **options), rank, k)
-            differences[name, way] = attempt(torch.testing.assert_close, ours, theirs)[:2]
-    return differences
+def leaves_what_torchs_leaves(scenario, rank, k):
+    theirs = scenario(TORCHS, rank, k)
+    for way, options in WAYS.items():
+        ours = scenario(partial(DistributedDataParallel, **options), rank, k)
+        torch.testing.assert_close(ours, theirs, msg=lambda words, way=way: f"{way}: {words}")
 
 
-@pytest.fixture(scope="module")
-def differences():
-    return launch(compare, 3, timeout=LIMIT)
+test_what_is_left_is_torchs = on_ranks(
+    3, {name: partial(leaves_what_torchs_leaves, scenario) for name, scenario in SCENARIOS.items()}
+)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_what_is_left_is_torchs(differences, name, way):
-    for rank, found in enumerate(differences):
-        assert found[name, way] == ("ok", None), f"on rank {rank}"
-
-
-# The definition: what k ranks do with shards is what one process does with the whole.
+# The definition.
 
 
 def trains_on_shards(rank, k):
-    found = {}
     for kind in (NaiveDistributedDataParallel, DistributedDataParallel, None):
         module, whole = mlp(6, 5, 4, 1, seed=100 + rank), mlp(6, 5, 4, 1, seed=100)
-        different = everyones(state(module)[0])
         if kind is None:
             module.load_state_dict(whole.state_dict())
         model = kind(module) if kind else module
-        close(state(module), state(whole))
         for step in range(5):
             X, own = randn(4 * k, 6, seed=step), slice(4 * rank, 4 * rank + 4)
             for each in (module, whole):
@@ -297,22 +265,16 @@ def trains_on_shards(rank, k):
                 model.average_gradients()
             backward(whole(X))
             update(module), update(whole)
-        ours = everyones(state(module))
-        found[kind.__name__ if kind else "alone"] = (
-            not torch.equal(*different[:2]),
-            attempt(close, ours[0], state(whole))[0],
-            all(torch.equal(a, b) for other in ours for a, b in zip(ours[0], other, strict=True)),
-        )
-    return found
+        first, *others = everyones(state(module))
+        agrees = attempt(close, first, state(whole))[0]
+        same = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+        assert (agrees, same) == (("ok", True) if kind else ("AssertionError", False))
 
 
-def test_training_on_shards_is_training_on_the_whole_batch():
-    for found in launch(trains_on_shards, 3, timeout=LIMIT):
-        assert found.pop("alone") == (True, "AssertionError", False)
-        assert list(found.values()) == [(True, "ok", True)] * 2
+test_training_on_shards_is_training_on_the_whole_batch = on_ranks(3, [trains_on_shards])
 
 
-# Ours alone, and what is refused: each gets the rank, and all run in one launch.
+# Ours alone, and what is refused.
 
 
 def sixteen_bits(rank, k):

@@ -31,18 +31,15 @@ TAKEN = {
 PLACE = "but the module is on cpu: .* leave both out"
 
 
-def parameters_of(kind):
-    return list(inspect.signature(kind).parameters.values())
-
-
 def test_parameters_are_torchs_and_then_ours():
-    ours, theirs = parameters_of(DistributedDataParallel), parameters_of(TORCHS)
-    names = {p.name for p in theirs}
-    shared = [p for p in ours if p.name in names]  # torch 2.6 has not all, init_sync for one
-    assert [(p.name, p.kind) for p in shared] == [(p.name, p.kind) for p in theirs]
-    for p, q in zip(shared, theirs, strict=True):  # torch 2.6 has True, 2.13 None, which means it
-        assert p.default == q.default or (p.name, q.default) == ("broadcast_buffers", True)
-    assert {p.name for p in ours if p.kind is p.KEYWORD_ONLY} == {"weight"}
+    ours, theirs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(kind).parameters.values()]
+        for kind in (DistributedDataParallel, TORCHS)
+    )
+    names = {name for name, *_ in theirs}  # torch 2.6 has not all, and True for broadcast_buffers
+    theirs = [(*p[:2], None) if p[0] == "broadcast_buffers" else p for p in theirs]
+    assert [p for p in ours if p[0] in names] == theirs
+    assert [p[0] for p in ours if p[1] is inspect.Parameter.KEYWORD_ONLY] == ["weight"]
     assert names - {"module"} <= {*TAKEN, *REFUSED}
 
 

@@ -7,6 +7,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,9 +46,6 @@ def late_mean(seconds, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-# Checks get the rank, and all run in one launch.
 
 
 def sends_while_backward_runs(rank, k):
@@ -127,24 +125,14 @@ def averages_when_the_wrapper_is_dropped(rank, k):
     class Output:
         parts: list
 
-    class Other:
-        def __init__(self, X):
-            self.hidden = X
-
-    def loss_of(kind, module, wrap, unwrap):
-        handle = module.register_forward_hook(lambda module, inputs, output: wrap(output))
-        model = kind(module)
-        loss = unwrap(model(rows(rank))).sum()
-        handle.remove()
-        return loss, model
-
     for wrap, unwrap in [
         (lambda X: X, lambda X: X),
         (lambda X: {"a": [X]}, lambda output: output["a"][0]),
         (lambda X: Output([Output([X])]), lambda output: output.parts[0].parts[0]),
     ]:
         module = linear()
-        loss = loss_of(DistributedDataParallel, module, wrap, unwrap)[0]
+        module.register_forward_hook(lambda module, inputs, output, wrap=wrap: wrap(output))
+        loss = unwrap(DistributedDataParallel(module)(rows(rank))).sum()
         gc.collect()
         loss.backward()
         assert gradient(module) == MEAN
@@ -152,8 +140,9 @@ def averages_when_the_wrapper_is_dropped(rank, k):
         assert not module.weight._post_accumulate_grad_hooks
     for kind in (DistributedDataParallel, TORCHS):  # tensors that are not found: the next pass
         module = linear()
-        loss, _model = loss_of(kind, module, Other, lambda output: output.hidden)
-        loss.backward()
+        module.register_forward_hook(lambda module, inputs, output: SimpleNamespace(hidden=output))
+        model = kind(module)
+        model(rows(rank)).hidden.sum().backward()
         assert gradient(module) == MEAN
 
 
@@ -198,7 +187,7 @@ def hooks_keep_the_order_of_backward(rank, k):
     close(run(DistributedDataParallel), run(TORCHS))
 
 
-def hook_sees_each_bucket(rank, k):
+def hook_sees_each_bucket_undivided(rank, k):
     def keep(state, bucket):
         last = bucket.is_last()
         state.append((bucket.index(), last, bucket.buffer().tolist(), len(bucket.parameters())))
@@ -206,12 +195,11 @@ def hook_sees_each_bucket(rank, k):
         future.set_result(torch.zeros_like(bucket.buffer()))
         return future
 
-    module, state = nn.Sequential(linear(), linear()), []
+    state, module = [], nn.Sequential(linear(), linear())
     model = DistributedDataParallel(module, bucket_cap_mb=1e-6)
     model.register_comm_hook(state, keep)
     model(rows(rank)).sum().backward()
-    alone = [rank + 1.0]  # not divided by the number of ranks
-    assert state == [(0, False, alone, 1), (1, True, alone, 1)]
+    assert state == [(0, False, [rank + 1.0], 1), (1, True, [rank + 1.0], 1)]
     assert [grad.item() for grad in grads(model)] == [0, 0]
 
 
@@ -220,16 +208,13 @@ def refuses_hooks_and_sparse_gradients(rank, k):
     hooked.register_comm_hook(None, lambda state, bucket: bucket.buffer())
     by_rows = DistributedDataParallel(linear(), weight="rows")
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
+    loss = sparse(torch.tensor([1])).sum()
     for call, kind, words in [
         (lambda: hooked.register_comm_hook(None, print), RuntimeError, "only once"),
         (lambda: plain.register_comm_hook(None, "allreduce"), TypeError, "must be a function"),
         (lambda: by_rows.register_comm_hook(None, print), ValueError, "rows"),
         (lambda: hooked(rows(rank)).sum().backward(), TypeError, "return a .*Future, not Tensor"),
-        (
-            lambda: sparse(torch.tensor([1])).sum().backward(),
-            ValueError,
-            r"Embedding\(sparse=False",
-        ),
+        (loss.backward, ValueError, r"Embedding\(sparse=False"),
     ]:
         with pytest.raises(kind, match=words):
             call()
@@ -245,7 +230,7 @@ test_buckets_and_hooks = on_ranks(
         averages_when_the_wrapper_is_dropped,
         torchs_hooks,
         hooks_keep_the_order_of_backward,
-        hook_sees_each_bucket,
+        hook_sees_each_bucket_undivided,
         refuses_hooks_and_sparse_gradients,
     ],
 )

@@ -1,6 +1,5 @@
 """DataParallel and its parts: the module on shards is the module on the batch."""
 
-import contextlib
 import gc
 import inspect
 import pickle
@@ -9,27 +8,23 @@ import weakref
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from itertools import chain
+from functools import partial
 
 import helpers
 import pytest
 import torch
-from helpers import grads, randn
+from helpers import close, grads, randn
 from torch import nn
 
-from d2lpar import (
-    DataParallel,
-    DataParallelModel,
-    count_bytes,
-    parallel_apply,
-    replicate,
-    to_device,
-)
+from d2lpar import DataParallel, DataParallelModel, count_bytes, parallel_apply, replicate
+from d2lpar.data_parallel.scattering import tensors_of
+from d2lpar.devices import to_device
 from d2lpar.models import lenet_layers
-from d2lpar.network import loss
 
 CPU = torch.device("cpu")
+TWO = [CPU] * 2
 Pair = namedtuple("Pair", "x y")
+linear = partial(nn.Linear, dtype=torch.float64)
 
 
 class Apply(nn.Module):
@@ -45,51 +40,34 @@ class Apply(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
-def linear(*sizes):
-    return nn.Linear(*sizes, dtype=torch.float64)
-
-
 def mlp():
     return helpers.mlp(4, 7, 3)
 
 
-def close(ours, theirs, tolerance=1e-12):
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+def tensors(module):
+    return [*module.parameters(), *module.buffers()]
 
 
 def storages(module):
-    return {t.untyped_storage().data_ptr() for t in chain(module.parameters(), module.buffers())}
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors(module)}
 
 
-# The definition: training on shards is training on the whole batch.
-
-
-def train(module, batches, loss):
-    """Take a step of SGD per batch, on the sum of its losses."""
-    for X, y in batches:
-        loss(module(X), y).sum().backward()
-        with torch.no_grad():
-            for param in module.parameters():
-                param -= 0.05 * param.grad
-                param.grad = None
+# The definition: the module on shards is the module on the whole batch.
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("k", [1, 3])
 def test_on_k_devices_it_trains_as_on_one(k, device):
-    images = [(torch.rand(n, 1, 28, 28).double(), torch.randint(10, (n,))) for n in (9, 1)]
-    vectors = [(randn(n, 4), randn(n, 3, seed=1)) for n in (8, 5, 3, 1, 2, 0, 13)]
-    for plain, batches, criterion in (
-        (mlp(), vectors, lambda y_hat, y: (y_hat - y) ** 2),
-        (lenet_layers(0.1).double(), images, loss),
-    ):
-        start, ours = deepcopy(plain), deepcopy(plain).to(device)
-        train(plain, batches, criterion)
-        there = [(X.to(device), y.to(device)) for X, y in batches]
-        train(DataParallel(ours, [device] * k), there, criterion)
-        close([p.cpu() for p in ours.parameters()], list(plain.parameters()), 1e-11)
-        for after, before in zip(ours.parameters(), start.parameters(), strict=True):
-            assert (after.cpu() - before).abs().max() > 1e-3
+    plain, ours = mlp(), mlp().to(device)
+    for module, there in ((plain, "cpu"), (DataParallel(ours, [device] * k), device)):
+        for n in (8, 5, 1, 2, 0, 13):
+            X, y = randn(n, 4).to(there), randn(n, 3, seed=1).to(there)
+            (module(X) - y).square().sum().backward()
+            with torch.no_grad():
+                for param in module.parameters():
+                    param -= 0.05 * param.grad
+                    param.grad = None
+    close([p.cpu() for p in ours.parameters()], list(plain.parameters()))
 
 
 def frozen():
@@ -104,10 +82,6 @@ def tied():
     return nn.Sequential(first, nn.Tanh(), last, nn.Tanh(), first)
 
 
-def weight_norm():
-    return nn.Sequential(nn.utils.parametrizations.weight_norm(linear(4, 3)), nn.Tanh())
-
-
 def buffer_with_gradient():
     module = Apply(lambda self, X: torch.tanh(X * self.scale))
     module.register_buffer("scale", randn(4).requires_grad_())
@@ -119,42 +93,35 @@ def parameter_list():
     return Apply(lambda self, X: torch.tanh(X @ self.weights[0]) @ self.weights[1], weights=weights)
 
 
-BUILDERS = [mlp, frozen, tied, weight_norm, buffer_with_gradient, parameter_list]
+MODULES = {  # name: (build, batch, dimension of the rows)
+    "frozen": (frozen, randn(7, 4), 0),
+    "tied": (tied, randn(7, 4), 0),
+    "weight_norm": (lambda: nn.utils.parametrizations.weight_norm(linear(4, 3)), randn(7, 4), 0),
+    "buffer with gradient": (buffer_with_gradient, randn(7, 4), 0),
+    "parameters in a list": (parameter_list, randn(7, 4), 0),
+    "LSTM": (lambda: nn.LSTM(4, 3, num_layers=2).double(), randn(5, 7, 4), 1),
+    "LeNet": (lambda: lenet_layers(0.1).double(), randn(5, 1, 28, 28), 0),
+    "sparse": (
+        lambda: nn.Embedding(50, 3, sparse=True, dtype=torch.float64),
+        torch.tensor([[7, 2], [7, 7], [49, 2]]),
+        0,
+    ),
+}
 
 
-@pytest.mark.parametrize("build", BUILDERS)
-def test_gradients_of_all_replicas_are_summed_into_the_module(build):
-    plain, X = build(), randn(7, 4)
-    ours = deepcopy(plain)
-    expected = plain(X)
-    weights = torch.randn_like(expected)
-    (expected * weights).sum().backward()
-    output = DataParallel(ours, [CPU] * 3)(X)
-    close(output, expected)
-    (output * weights).sum().backward()
-    tensors = [[*module.parameters(), *module.buffers()] for module in (ours, plain)]
-    close(*[[t.grad for t in each if t.grad is not None] for each in tensors])
-    assert [t.grad is None for t in tensors[0]] == [t.grad is None for t in tensors[1]]
-    assert any(t.grad is not None and t.grad.abs().max() > 1e-2 for t in tensors[0])
-
-
-def test_recurrent_layers_are_split_along_dimension_1():
-    plain, X = nn.LSTM(3, 4, num_layers=2).double(), randn(5, 7, 3)
-    ours, results = deepcopy(plain), []
-    for module in (plain, DataParallel(ours, [CPU] * 3, dim=1)):
-        states, (last, cell) = module(X)
-        ((states**3).sum() + (last * cell).sum()).backward()
-        results.append((states, last, cell, grads(module)))
-    close(*results)
-    assert all(grad.abs().max() > 1e-4 for grad in results[0][3])
-
-
-def test_sparse_gradients_stay_sparse():
-    plain = nn.Embedding(50, 3, sparse=True)
-    ours, words = deepcopy(plain), torch.tensor([[7, 2], [7, 7], [49, 2]])
-    for module in (plain, DataParallel(ours, [CPU] * 2)):
-        (module(words) ** 2).sum().backward()
-    close(ours.weight.grad.coalesce(), plain.weight.grad.coalesce(), 1e-6)
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_of_all_replicas_are_summed_into_the_module(name):
+    build, X, dim = MODULES[name]
+    plain = build()
+    ours, outputs = deepcopy(plain), []
+    for module in (plain, DataParallel(ours, [CPU] * 3, dim=dim)):
+        outputs.append(module(X))
+        sum((output**3).sum() for output in tensors_of(outputs[-1])).backward()
+    close(*outputs)
+    for mine, other in zip(tensors(ours), tensors(plain), strict=True):
+        sparse = mine.grad is not None and mine.grad.is_sparse
+        close(*[t.grad.coalesce() if sparse else t.grad for t in (mine, other)])
+    assert any(t.grad is not None and (t.grad**2).sum() > 1e-8 for t in tensors(ours))
 
 
 def test_double_backward_is_that_of_the_plain_module():
@@ -165,7 +132,6 @@ def test_double_backward_is_that_of_the_plain_module():
         first = torch.autograd.grad((module(inputs[0]) ** 2).sum(), inputs, create_graph=True)
         sum((grad**2).sum() for grad in first).backward()
     close(grads(ours), grads(plain))
-    assert all(grad.abs().max() > 1e-2 for grad in grads(ours))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +152,7 @@ def test_gradients_are_added_in_order_and_low_precision_is_rounded_once(dtype, v
 
 def test_backward_may_run_in_several_threads():
     module, X = mlp(), randn(8, 4)
-    loss = DataParallel(module, [CPU] * 2)(X).sum()
+    loss = DataParallel(module, TWO)(X).sum()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: loss.backward(retain_graph=True), range(20)))
     close(grads(module), list(torch.autograd.grad(20 * module(X).sum(), [*module.parameters()])))
@@ -202,13 +168,12 @@ def test_replicas_beyond_the_first_share_no_memory_with_the_module():
     assert owned[0] == storages(module)
     assert len(set.union(*owned)) == sum(map(len, owned))
     for replica in replicas:
-        close(list(replica.state_dict().values()), list(module.state_dict().values()), 0)
-        assert [type(part) for part in replica.modules()] == [type(p) for p in module.modules()]
+        assert all(map(torch.equal, tensors(replica), tensors(module)))
         assert not set(replica.modules()) & set(module.modules())
         assert all(p.requires_grad and not p.is_leaf for p in replica.parameters())
         assert replica[2]._flat_weights[1] is replica[2].weight_hh_l0
     there = replicate(nn.BatchNorm1d(2), [CPU, torch.device("meta")])[1]
-    assert {tensor.device.type for tensor in there.state_dict().values()} == {"meta"}
+    assert {tensor.device.type for tensor in tensors(there)} == {"meta"}
 
 
 def test_running_statistics_go_on_with_the_first_shard():
@@ -217,8 +182,8 @@ def test_running_statistics_go_on_with_the_first_shard():
     for n in (5, 4):
         X = torch.randn(n, 3)
         plain(X[: (n + 1) // 2])
-        DataParallel(ours, [CPU] * 2)(X)
-    close(list(ours.buffers()), list(plain.buffers()), 0)
+        DataParallel(ours, TWO)(X)
+    close(list(ours.buffers()), list(plain.buffers()))
     assert ours.num_batches_tracked == 2 and ours.running_mean.abs().max() > 1e-2
 
 
@@ -230,7 +195,7 @@ def test_what_a_replica_sets_on_itself_goes_with_it_but_for_the_buffers_of_the_f
 
     inner = Apply(forward)
     inner.register_buffer("seen", torch.tensor(0))
-    data_parallel = DataParallel(nn.Sequential(inner), [CPU] * 2)
+    data_parallel = DataParallel(nn.Sequential(inner), TWO)
     for _ in range(2):
         data_parallel(randn(5, 1))
     assert not hasattr(inner, "last") and inner.training and inner.seen == 6
@@ -240,11 +205,10 @@ def test_what_a_replica_sets_on_itself_goes_with_it_but_for_the_buffers_of_the_f
 def test_without_gradients_nothing_is_recorded(mode):
     module, X = mlp(), randn(4, 4)
     with mode():
-        output = DataParallel(module, [CPU] * 2)(X)
-        replicas = replicate(module, [CPU] * 2)
+        output = DataParallel(module, TWO)(X)
+        replicas = replicate(module, TWO)
     assert not output.requires_grad and output.is_inference() == (mode is torch.inference_mode)
     assert not any(p.requires_grad for replica in replicas for p in replica.parameters())
-    assert DataParallel(module, [CPU] * 2)(X).requires_grad
 
 
 def test_what_is_one_in_the_module_is_one_in_the_replica():
@@ -255,13 +219,12 @@ def test_what_is_one_in_the_module_is_one_in_the_replica():
     module.parts = [module[0], "words", module.zero]
     module.by_name = {"layer": module[0], "word": 1}
     module.words = ["a", ["b"]]
-    for replica in replicate(module, [CPU] * 2):
+    for replica in replicate(module, TWO):
         assert replica[0].weight is replica[1][0].weight
         assert replica.again is replica[1]
         assert replica.parts[0] is replica[0] and replica.parts[2] is replica.zero
         assert replica.by_name["layer"] is replica[0] and replica.words is module.words
     assert module.parts[0] is module[0]
-    assert replicate(module, [CPU])[0].zero is module.zero
 
 
 # Applying modules in parallel.
@@ -285,7 +248,7 @@ def modes(*_):
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
     product = torch.ones(1, 2) @ torch.ones(2, 1)
     grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return grad, autocast, torch.get_autocast_dtype("cpu") if autocast[0] else None, product.dtype
+    return grad, autocast, product.dtype
 
 
 @pytest.mark.parametrize(
@@ -293,7 +256,6 @@ def modes(*_):
     [
         torch.no_grad,
         torch.inference_mode,
-        lambda: torch.autocast("cpu"),
         lambda: torch.autocast("cpu", dtype=torch.float16),
         lambda: torch.autocast("cpu", cache_enabled=False),
     ],
@@ -330,29 +292,25 @@ def test_of_several_exceptions_the_first_by_position_comes_with_a_note_when_all_
     assert sorted(ended) == [0, 1, 2, 3]
     assert caught.value.__notes__ == ["This was the replica on device 1 (cpu)."]
     assert caught.traceback[-1].name == "fail"
-    with pytest.raises(RuntimeError, match=r"^at 3") as caught:
-        parallel_apply([Apply(fail)], [3])
-    assert "device 0 (cpu)" in caught.value.__notes__[0]
 
 
 # The whole.
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 7])
+@pytest.mark.parametrize("n", [0, 1, 7])
 def test_nested_inputs_and_outputs(n):
     def forward(self, batch, scale, *, extra):
         X, y = batch["pair"]
         return {"sum": [X + y * scale], "out": (Pair(extra["E"], None), "words")}
 
     X, y, E = randn(n, 2), randn(n, 2, seed=1), randn(n, seed=2)
-    model = DataParallel(Apply(forward), [CPU] * 3)
-    output = model({"pair": Pair(X, y)}, 3, extra={"E": E})
+    output = DataParallel(Apply(forward), [CPU] * 3)({"pair": Pair(X, y)}, 3, extra={"E": E})
     assert list(output) == ["sum", "out"] and type(output["out"][0]) is Pair
     close(output["sum"], [X + y * 3])
     assert torch.equal(output["out"][0].x, E) and output["out"][1] == "words"
 
 
-@pytest.mark.parametrize(("k", "args"), [(1, ()), (4, ()), (4, (3, "words")), (4, (None, [2]))])
+@pytest.mark.parametrize(("k", "args"), [(1, ()), (4, ()), (4, (3, [None]))])
 def test_without_tensors_to_split_the_module_runs_once(k, args):
     calls, weight = [], nn.Parameter(randn(2))
 
@@ -369,10 +327,9 @@ def test_without_tensors_to_split_the_module_runs_once(k, args):
 def test_a_number_becomes_a_vector_but_stays_one_on_a_single_device():
     module, X = Apply(lambda self, X: X.mean()), torch.tensor([1.0, 2, 6, 8, 9])
     assert DataParallel(module, [CPU], "meta")(X).shape == ()  # wherever: as torch's
-    assert DataParallel(module, [CPU] * 2)(X).tolist() == [3, 8.5]
-    assert DataParallel(module, [CPU] * 3)(X).tolist() == [1.5, 7, 9]
-    assert DataParallel(module, [CPU] * 2)(X[:1]).tolist() == [1]
-    assert DataParallel(module, [CPU] * 2, "meta")(X).device.type == "meta"
+    assert DataParallel(module, TWO)(X).tolist() == [3, 8.5]
+    assert DataParallel(module, TWO)(X[:1]).tolist() == [1]
+    assert DataParallel(module, TWO, "meta")(X).device.type == "meta"
     anything = object()
     assert DataParallel(Apply(lambda self, X: anything), [CPU])(X) is anything
 
@@ -408,13 +365,12 @@ def test_nothing_is_kept_when_all_is_done_or_has_failed():
     try:
         data_parallel = DataParallel(mlp(), [CPU] * 3)
         dead = [weakref.ref(data_parallel.module), weakref.ref(data_parallel.module[0].weight)]
-        output = data_parallel(randn(6, 4))
-        output.sum().backward()
+        data_parallel(randn(6, 4)).sum().backward()
         modules = [Apply(lambda self, mine: 1 / (1 - mine)) for _ in range(3)]
         dead += [weakref.ref(module) for module in modules]
-        with contextlib.suppress(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError) as caught:
             parallel_apply(modules, range(3))
-        del data_parallel, output, modules
+        del data_parallel, modules, caught
         assert [ref() for ref in dead] == [None] * 5
     finally:
         gc.enable()
@@ -422,36 +378,28 @@ def test_nothing_is_kept_when_all_is_done_or_has_failed():
 
 def test_it_is_a_module_like_any_other():
     module, X = mlp(), randn(5, 4)
-    data_parallel = DataParallel(module, [CPU] * 2)
+    data_parallel = DataParallel(module, ("cpu:0", CPU))
     assert list(data_parallel.state_dict()) == [f"module.{name}" for name in module.state_dict()]
     for other in (pickle.loads(pickle.dumps(data_parallel)), deepcopy(data_parallel)):
         assert torch.equal(other(X), data_parallel(X))
         assert not storages(other) & storages(module)
-        assert other.devices == [CPU] * 2 and other.output_device == CPU
+        assert other.devices == other.device_ids == TWO and other.output_device == CPU
 
 
-# Arguments
+# Arguments.
 
 
 def test_parameters_are_torchs():
-    ours, theirs = (inspect.signature(kind).parameters for kind in (DataParallel, nn.DataParallel))
-    assert [(p.name, p.default, p.kind) for p in ours.values()] == [
-        (p.name, p.default, p.kind) for p in theirs.values()
-    ]
+    ours, theirs = (
+        [(p.name, p.default, p.kind) for p in inspect.signature(kind).parameters.values()]
+        for kind in (DataParallel, nn.DataParallel)
+    )
+    assert ours == theirs
 
 
-def test_devices_may_be_named_in_every_way():
-    X, module = randn(5, 4), mlp()
-    for device_ids in (["cpu:0", "cpu"], ("cpu", CPU)):
-        model = DataParallel(module, device_ids=device_ids)
-        assert model.devices == model.device_ids == [CPU] * 2
-        close(model(X), module(X))
-
-
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU only")
 @pytest.mark.parametrize("args", [(), ([0, 1],), (None, 0), ([],)], ids=str)
 def test_without_a_gpu_it_calls_the_module_as_torchs_does(args):
-    if torch.cuda.is_available():
-        pytest.skip("without a GPU only")
     module = nn.BatchNorm1d(4).double()
     seen, X = [], randn(5, 4)
     module.register_forward_hook(lambda *_: seen.append(1))
@@ -462,22 +410,21 @@ def test_without_a_gpu_it_calls_the_module_as_torchs_does(args):
     assert torch.equal(output, theirs(X)) and len(seen) == 4
 
 
-def compiled():
-    return torch.compile(nn.ReLU(), backend="eager")
-
-
 def compiled_in_place():
     module = nn.ReLU()
     module.compile(backend="eager")
     return nn.Sequential(nn.ReLU(), module)
 
 
-TWO = [CPU] * 2
 ERRORS = [
     (lambda: replicate(mlp(), []), ValueError, "devices is empty"),
     (lambda: replicate(mlp(), ["meta"]), ValueError, r"0\.weight is on cpu: move the module to me"),
     (lambda: replicate(nn.LazyLinear(3), TWO), ValueError, "dummy batch"),
-    (lambda: replicate(compiled(), TWO), TypeError, "^the module is compiled: only "),
+    (
+        lambda: replicate(torch.compile(nn.ReLU(), backend="eager"), TWO),
+        TypeError,
+        "^the module is compiled: only ",
+    ),
     (lambda: replicate(compiled_in_place(), TWO), TypeError, "^1 is compiled: only the orig"),
     (lambda: parallel_apply([mlp()] * 2, [()]), ValueError, "shorter"),
     (lambda: parallel_apply([mlp()], [()], [{}] * 2), ValueError, "longer"),
@@ -494,31 +441,18 @@ def test_errors_name_what_is_wrong(call, error, words):
         call()
 
 
-# Against torch's own.
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # torch's own, of unlike GPUs and of copied LSTM weights
-@pytest.mark.parametrize("build", [mlp, tied, weight_norm, frozen, nn.LSTM])
-def test_on_gpus_it_is_torchs_own(build):
+@pytest.mark.parametrize("name", ["frozen", "tied", "weight_norm", "LSTM"])
+def test_on_gpus_it_is_torchs_own(name):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    devices = [torch.device("cuda", i) for i in range(2)]
-    recurrent = build is nn.LSTM
-    module = nn.LSTM(4, 3).double() if recurrent else build()
-    X, dim = randn(*(5, 6, 4) if recurrent else (6, 4)).cuda(0), int(recurrent)
-    results = []
-    for wrap in (nn.DataParallel, DataParallel):
+    build, X, dim = MODULES[name]
+    module, results = build(), []
+    for kind in (nn.DataParallel, DataParallel):
         copied = deepcopy(module).cuda(0)
-        output = wrap(copied, devices, dim=dim)(X)
-        output = output[0] if recurrent else output
-        (output**2).sum().backward()
-        results.append((output, [p.grad for p in copied.parameters() if p.grad is not None]))
-    close(*results)
-
-
-@pytest.mark.gpu
-def test_on_gpus_attributes_are_torchs():
-    ours, theirs = DataParallel(mlp().cuda(0)), nn.DataParallel(mlp().cuda(0))
-    assert (ours.device_ids, ours.output_device) == (theirs.device_ids, theirs.output_device)
-    assert DataParallel(mlp().cuda(0), [0], "cuda:0").output_device == 0
+        model = kind(copied, [0, 1], dim=dim)
+        outputs = tensors_of(model(X.cuda(0)))
+        sum((output**2).sum() for output in outputs).backward()
+        results.append((outputs, grads(copied), model.device_ids, model.output_device))
+    torch.testing.assert_close(*results)

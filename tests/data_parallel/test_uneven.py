@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import LIMIT, attempt, breaks, clones, close, everyones, grads, mlp, on_ranks, randn
+from helpers import attempt, breaks, clones, close, everyones, grads, mlp, on_ranks, randn
 from torch import nn
 
-from d2lpar import DistributedDataParallel, launch
+from d2lpar import DistributedDataParallel
 
 TORCHS = nn.parallel.DistributedDataParallel
 ROWS = partial(DistributedDataParallel, weight="rows")
@@ -82,27 +82,17 @@ SCENARIOS = {
 }
 
 
-def compare(rank, k):
-    found = {}
-    for name, scenario in SCENARIOS.items():
-        ours, theirs = (scenario(kind, rank, k) for kind in (DistributedDataParallel, TORCHS))
-        found[name] = attempt(close, ours, theirs)[:2]
-    return found
+def leaves_what_torchs_leaves(scenario, rank, k):
+    close(*(scenario(kind, rank, k) for kind in (DistributedDataParallel, TORCHS)))
 
 
-@pytest.fixture(scope="module")
-def differences():
-    return launch(compare, 3, timeout=LIMIT)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_join_is_torchs(differences, name):
-    for rank, found in enumerate(differences):
-        assert found[name] == ("ok", None), f"on rank {rank}"
+test_join_is_torchs = on_ranks(
+    3, {name: partial(leaves_what_torchs_leaves, scenario) for name, scenario in SCENARIOS.items()}
+)
 
 
 def passes_without_gradients(rank, k):
-    """Torch's class waits for ever in this loop."""
+    """Torch's class waits forever in this loop."""
     model = DistributedDataParallel(norm())
     with model.join():
         for i in range(1 + rank):
