@@ -70,5 +70,5 @@ def test_wrong_numbers_are_named(function, wrong, words):
 
 
 def test_a_schedule_without_a_formula_is_named():
-    with pytest.raises(ValueError, match=r"no closed form for .*recursive_doubling, .*: use walk"):
+    with pytest.raises(ValueError, match=r"no closed form for .*recursive_doubling: use walk"):
         closed_form(recursive_doubling, 3, 40)
