@@ -1,11 +1,10 @@
 """One iteration of DataParallel, of its balanced form and of DDP: what moves, and what is kept.
 
-``trace`` makes an iteration step by step and reads from the ledger what each step sends;
-``memory_of`` measures or counts what each device holds. Notebook 04 uses this file.
+Notebook 04 uses this file.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -40,27 +39,14 @@ def _check(form, module, criterion, X, y, devices) -> None:
 
 
 @checked(_check)
-def trace(
-    form: str,
-    module: nn.Module,
-    criterion: nn.Module,
-    X: torch.Tensor,
-    y: torch.Tensor,
-    devices: Sequence[torch.device],
-) -> list[Step]:
+def trace(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> list[Step]:
     """Make a forward and a backward pass of ``form``; return its steps with what they sent.
 
-    ``module`` is left as it is. The batch starts where ``X`` and ``y`` are. DDP runs in one process
-    per device, on the CPU (the bytes are the same on GPUs), each with its part of the batch from
-    the start; buffers, which it sends from the second iteration on, are not in its trace.
-
-    Args:
-        form: "DataParallel", "balanced" or "DDP".
-        module: with all parameters and buffers on ``devices[0]``.
-        criterion: called with (output, target); one of torch's, for the balanced form.
-        X: at least one row per device.
-        y: the targets.
-        devices: one per replica.
+    ``form`` is "DataParallel", "balanced" or "DDP", ``devices`` has one device per replica. The
+    ``module``, which is left as it is, is on the first of them; the batch starts where ``X`` and
+    ``y`` are. The balanced form takes a criterion of torch's. DDP runs in one process per device,
+    on the CPU (the bytes are the same on GPUs), each with its part of the batch from the start;
+    buffers, which it sends from the second iteration on, are not in its trace.
     """
     devices, everyone = check_devices(devices), tuple(range(len(devices)))
     module, criterion, X, y = deepcopy(module), deepcopy(criterion), X.detach(), y.detach()
@@ -127,7 +113,7 @@ def _backward(replicas, outputs, gradients) -> Iterator[tuple[str, int]]:
 FORMS = {"DataParallel": data_parallel_steps, "balanced": balanced_steps, "DDP": None}
 
 
-def loss_of(form: str, module, criterion, X, y, devices: list[torch.device]) -> torch.Tensor:
+def loss_of(form: str, module, criterion, X, y, devices) -> torch.Tensor:
     """Return the loss of a form that runs in one process."""
     if form == "DataParallel":
         return criterion(DataParallel(module, devices)(X), y.to(devices[0]))
@@ -150,14 +136,7 @@ class Memory(NamedTuple):
 
 
 @checked(_check)
-def memory_of(
-    form: str,
-    module: nn.Module,
-    criterion: nn.Module,
-    X: torch.Tensor,
-    y: torch.Tensor,
-    devices: Sequence[torch.device],
-) -> Memory:
+def memory_of(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> Memory:
     """Return what an iteration of ``form`` holds on each device; the arguments are ``trace``'s.
 
     On GPUs it is the peak that the allocator of each reports. On virtual devices it is counted:
@@ -175,11 +154,11 @@ def _measure(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
         own = (deepcopy(part).to(devices[0]) for part in (module, criterion))
         loss_of(form, *own, X, y, devices).backward()
 
-    peaks = []
-    for i, device in enumerate(devices):
-        part = X, y, devices
-        if form == "DDP":  # each rank for itself: the others are not seen
-            part = *scatter((X, y), devices)[i], [device]
+    peaks, parts = [], [(X, y, devices)] * len(devices)
+    if form == "DDP":  # each rank for itself: the others are not seen
+        shards = scatter((X, y), devices)
+        parts = [(*shard, [device]) for shard, device in zip(shards, devices, strict=True)]
+    for part, device in zip(parts, devices, strict=True):
         run(*part)  # what a library allocates once, and keeps, is there from now on
         peaks.append({"in all": peak_memory(partial(run, *part), device)})
     return peaks
@@ -195,14 +174,9 @@ def _count(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
         output, saved = saved_memory(forward, [*replica.parameters(), *replica.buffers()])
         if form != "DataParallel":
             saved += _saved_by_loss(criterion, output, y_shard)
-        held.append(
-            {
-                "parameters": _bytes_of(state),
-                "gradients": gradients + _bytes_of(output),
-                "outputs": _bytes_of(output),
-                "activations": saved,
-            }
-        )
+        n = _bytes_of(output)
+        own = {"gradients": gradients + n, "outputs": n, "activations": saved}
+        held.append({"parameters": _bytes_of(state), **own})
         outputs.append(output)
     if form == "DataParallel":
         whole = gather(outputs, devices[0])
