@@ -77,7 +77,7 @@ def new_figure(height: float, layout: str = "constrained") -> Figure:
 def bars(values: Mapping, x_label: str = "", unit: str | None = None, title: str = "") -> Picture:
     """Draw a bar for each name: a number, or (median, low, high) to show its spread.
 
-    ``unit`` may be "bytes" or "seconds": 1.5 MB, 20 ms. Raises ValueError for no values.
+    ``unit`` may be "bytes" or "seconds": 1.5 MB, 20 ms.
     """
     figure = new_figure(75 + 26 * len(values))
     axes = figure.subplots()
@@ -88,10 +88,7 @@ def bars(values: Mapping, x_label: str = "", unit: str | None = None, title: str
 
 @styled
 def stacks(values: Mapping, x_label: str = "", unit: str | None = None, title: str = "") -> Picture:
-    """Draw a bar for each name out of parts, one after the other: {name: {part: number}}.
-
-    Raises ValueError for no values, and for more than 8 kinds of parts.
-    """
+    """Draw a bar for each name, of up to 8 kinds of parts: {name: {part: number}}."""
     kinds = list(dict.fromkeys(kind for parts in values.values() for kind in parts))
     if not 1 <= len(kinds) <= 8:
         raise ValueError(f"{len(kinds)} kinds of parts, but 1 to 8 can be told apart")
@@ -173,11 +170,7 @@ def _finish_bars(axes: Axes, names: Mapping, unit: str | None) -> None:
 def curves(
     series: Mapping, x_label, y_label, title="", log_x=False, log_y=False, x_unit=None, y_unit=None
 ) -> Picture:
-    """Draw a curve for each name: {name: (xs, ys)}. A unit may be "bytes" or "seconds".
-
-    Raises ValueError for no series or more than 8, for lengths that differ, and for what a
-    logarithmic axis cannot show.
-    """
+    """Draw up to 8 curves: {name: (xs, ys)}. A unit may be "bytes" or "seconds"."""
     if not 1 <= len(series) <= 8:
         raise ValueError(f"{len(series)} series, but 1 to 8 can be told apart")
     figure = new_figure(330)
