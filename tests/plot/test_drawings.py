@@ -12,14 +12,7 @@ from PIL import Image
 from text_layout import SVG, complaints, elements, texts
 
 from d2lpar import gpipe, one_f_one_b, plot, sequential
-from d2lpar.collectives.schedules import (
-    direct,
-    halving_doubling,
-    holdings,
-    ring,
-    star,
-    tree_broadcast,
-)
+from d2lpar.collectives import direct, halving_doubling, holdings, ring, star, tree_broadcast
 from d2lpar.pipeline.schedules import Span, live_counts, predict
 from d2lpar.plot.drawings import _Panel
 from d2lpar.plot.picture import DARK_GREY, GREY, PALETTE, WIDTH
@@ -70,8 +63,7 @@ def test_the_alternative_text_of_a_schedule_tells_its_steps():
     alt = plot.schedule(ring, 3).alt
     assert alt.startswith(
         "ring(3): 3 devices, 4 steps, the tensor in 3 chunks. Step 1: 0 to 1: chunk 2, 1 to 2: "
-        "chunk 0, 2 to 0: chunk 1, added; 0 of 9 sums are whole. Step 2: 0 to 1: chunk 1, 1 to 2: "
-        "chunk 2, 2 to 0: chunk 0, added; 3 of 9 sums are whole. Step 3:"
+        "chunk 0, 2 to 0: chunk 1, added; 0 of 9 sums are whole. Step 2:"
     )
     assert alt.endswith("copied; 9 of 9 sums are whole.")
     assert "56 messages, added; 8 of 64" in plot.schedule(direct, 8).alt
@@ -126,10 +118,9 @@ def test_bars_of_a_timeline_stand_where_their_times_are_a_lane_a_row_and_a_kind_
     assert [time(x) for x, *_ in drawn] == near(0, 4, 6, 1, 9)
     assert [time(x + width) for x, _, width, *_ in drawn[:4]] == near(4, 10, 7.5, 9)
     assert drawn[4][2] == 2  # a span without length can be seen
-    y = {text.text: float(text.get("y")) for text in elements(picture, "text")}
-    rows = [y[lane] for lane in dict.fromkeys(lane for lane, *_ in STEP)]
-    assert rows == sorted(set(rows)) and len(rows) == 4
-    assert [y + 10 + 4 for _, y, *_ in drawn] == [rows[i] for i in (0, 0, 1, 2, 3)]
+    rows = {text.text: float(text.get("y")) for text in elements(picture, "text")}
+    assert [y + 10 + 4 for _, y, *_ in drawn] == [rows[lane] for lane, *_ in STEP]
+    assert len({y for _, y, *_ in drawn}) == 4
     compute, send = PALETTE[:2]
     assert [colour for *_, colour, _ in drawn] == [compute, compute, send, compute, send]
     assert drawn[2][-1] == "bucket 0: 6 ms to 7.5 ms"
@@ -181,9 +172,9 @@ def test_a_pipeline_has_a_bar_for_each_action_where_its_time_is(schedule, idle):
 
 
 def test_what_is_kept_rises_as_a_forward_starts_and_falls_as_a_backward_ends():
-    actions = [("forward", 0, 0, 1), ("forward", 1, 2, 3), ("backward", 1, 4, 6)]
-    actions.append(("backward", 0, 8, 10))
-    picture = plot.pipeline([Span(0, m, kind, a, b) for kind, m, a, b in actions])
+    spans = [Span(0, 0, "forward", 0, 1), Span(0, 1, "forward", 2, 3)]
+    spans += [Span(0, 1, "backward", 4, 6), Span(0, 0, "backward", 8, 10)]
+    picture = plot.pipeline(spans)
     [strip] = elements(picture, "path", fill=DARK_GREY)
     ground = float(re.match(r"M\S+ ([\d.]+)", strip.get("d"))[1])
     steps = [tuple(map(float, s)) for s in re.findall(r"H([\d.]+)V([\d.]+)", strip.get("d"))]
@@ -193,17 +184,13 @@ def test_what_is_kept_rises_as_a_forward_starts_and_falls_as_a_backward_ends():
 
 
 def test_several_panels_share_one_scale():
-    panels = {"short": predict(gpipe(2, 2)), "long": predict(gpipe(2, 8))}
-    picture = plot.pipeline(panels, title="Both")
+    picture = plot.pipeline({"short": predict(gpipe(2, 2)), "long": predict(gpipe(2, 8))}, "Both")
     drawn = bars(picture)
     assert WIDTH - 100 < max(x + width for x, _, width, *_ in drawn) < WIDTH - 60
     widths = [width for _, _, width, colour, _ in drawn if colour == PALETTE[0]]
     assert len(widths) == 2 * (2 + 8) and min(widths) == pytest.approx(max(widths), abs=0.01)
-    assert picture.alt == (
-        "Both. short: 2 stages, 9, 33 % idle; they keep the activations of up to 2, 2 "
-        "micro-batches. long: 2 stages, 27, 11 % idle; they keep the activations of up to 8, 8 "
-        "micro-batches."
-    )
+    assert " short: 2 stages, 9, 33 % idle; they" in picture.alt
+    assert " long: 2 stages, 27, 11 % idle; they" in picture.alt
     assert legible(picture) and max(y for _, y, *_ in drawn[:8]) < drawn[8][1]
 
 
@@ -227,12 +214,11 @@ def test_images_are_pixels_in_rows_with_titles_where_0_is_white():
     png = drawn[3].get("{http://www.w3.org/1999/xlink}href").partition(",")[2]
     pixels = np.array(Image.open(io.BytesIO(base64.b64decode(png))))
     assert pixels.shape == (28, 28) and pixels[0, :3].tolist() == [255, 191, 0]
-    places = [(float(one.get("x")) // 190, float(one.get("y")) // 210) for one in drawn]
-    assert places == [(i % 4, i // 4) for i in range(10)]
-    for image, title in zip(drawn, elements(picture, "text"), strict=True):
-        left, width = float(image.get("x")), float(image.get("width"))
-        assert left + width / 2 == float(title.get("x"))
-        assert 0 < float(image.get("y")) - float(title.get("y")) < 12  # it stands above
+    for i, (image, title) in enumerate(zip(drawn, elements(picture, "text"), strict=True)):
+        x, y, width = (float(image.get(name)) for name in ("x", "y", "width"))
+        assert (x // 190, y // 210) == (i % 4, i // 4)
+        assert x + width / 2 == float(title.get("x"))
+        assert 0 < y - float(title.get("y")) < 12  # it stands above
 
 
 @pytest.mark.parametrize(

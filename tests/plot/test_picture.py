@@ -144,9 +144,9 @@ def test_a_schedule_has_one_colour_in_every_picture():
     colour = picture.SCHEDULES["ring"]
     assert len(set(picture.SCHEDULES.values())) == len(picture.SCHEDULES)
     assert elements(plot.schedule(ring, 4), "path", stroke=colour, stroke_width="3")
-    one = {"a": ([1], [2]), "b": ([1], [5]), "dist.all_reduce": ([1], [3]), "ring": ([1], [4])}
-    for names in (list(one), list(one)[::-1]):
-        drawn = plot.curves({name: one[name] for name in names}, "x", "y").figure.axes[0].lines
+    names = ["a", "b", "dist.all_reduce", "ring"]
+    for order in (names, names[::-1]):
+        drawn = plot.curves({name: ([1], [2]) for name in order}, "x", "y").figure.axes[0].lines
         colours = {line.get_label(): line.get_color() for line in drawn}
         assert colours["ring"] == colour and len(set(colours.values())) == 4
         assert colours["dist.all_reduce"] == picture.SCHEDULES["all_reduce"]
@@ -166,23 +166,17 @@ def test_nothing_is_imported_or_left_open_and_a_picture_shows_itself_in_a_notebo
         "assert not {'matplotlib.pyplot', 'IPython'} & set(sys.modules)\n"
         "from IPython.testing.globalipapp import start_ipython\n"
         "show = start_ipython().display_formatter.format\n"
-        "data, metadata = show(plot.bars({'a': 1}))\n"
-        "assert data['image/svg+xml'].startswith('<svg'), data\n"
-        "assert data['image/png'].startswith('iVBO'), data\n"
-        "assert metadata['image/png'] == {'alt': data['text/plain'], 'width': 760}, metadata\n"
+        "assert set(show(plot.bars({'a': 1}))[0]) == {'image/svg+xml', 'image/png', 'text/plain'}\n"
         "live, _ = show(plot.bars({'a': 1}), exclude=('image/png',))\n"
         "assert set(live) == {'image/svg+xml', 'text/plain'}, live\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
-def test_a_picture_does_not_depend_on_the_users_settings():
+def test_a_chart_ignores_the_users_settings_and_gives_its_figure_to_restyle_and_save(tmp_path):
     before = PICTURES["curves"]().svg
     with matplotlib.rc_context({"font.size": 30, "axes.grid": True, "svg.fonttype": "path"}):
         assert PICTURES["curves"]().svg == before
-
-
-def test_a_chart_gives_its_figure_to_restyle_and_save(tmp_path):
     for name in ("curves", "bars", "stacks", "links"):
         picture = PICTURES[name]()
         picture.figure.axes[0].set_title("Mine", loc="left")

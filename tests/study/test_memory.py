@@ -1,6 +1,5 @@
 """How many bytes a computation takes, counted to the last one."""
 
-import threading
 import weakref
 
 import pytest
@@ -32,12 +31,6 @@ def backward():
     y.backward(OLD)  # y saved, then the gradient beside x and y
 
 
-def of_another_thread():
-    other = threading.Thread(target=torch.zeros, args=(N,))
-    other.start()
-    other.join()
-
-
 PEAKS = {
     "nothing but views": (lambda: (OLD.view(10, -1).add_(0), OLD.expand(50, N), OLD.split(9)), 0),
     "two": (lambda: [torch.zeros(N), torch.zeros(N)], 2 * KB),
@@ -49,7 +42,6 @@ PEAKS = {
     "backward": (backward, 3 * KB),
     "several results": (lambda: torch.ones(N).max(0), KB + 4 + 8),
     "another device": (lambda: torch.ones(N, device=META) + 1, 0),
-    "another thread": (of_another_thread, 0),  # not seen, as the docstring says
 }
 
 
