@@ -52,15 +52,8 @@ def walk(
 ) -> Cost:
     """Follow every move of ``schedule`` with a clock; good for up to about a thousand participants.
 
-    Raises what ``schedules.check_steps`` does.
-
-    Args:
-        schedule: a function k -> steps.
-        k: participants.
-        nbytes: bytes of the tensor that each of them holds.
-        alpha: latency, seconds per message.
-        beta: inverse bandwidth, seconds per byte. The defaults are 10 µs and 10 GB/s.
-        itemsize: bytes per element; a chunk is a whole number of elements.
+    ``nbytes`` is the size of the whole tensor. ``alpha`` is in seconds per message and ``beta`` in
+    seconds per byte: by default 10 µs, and 10 GB/s. An element has ``itemsize`` bytes.
     """
     steps = steps_of(schedule, k)
     check_steps(steps, k)

@@ -73,8 +73,7 @@ def tree(k: int) -> list[list[Move]]:
 def direct(k: int) -> list[list[Move]]:
     """Participant c adds up chunk c, sent to it by all the others, and hands the sum to all.
 
-    2 steps, in each of which every participant sends k - 1 chunks: exercise 3 of the book's
-    section on several GPUs.
+    2 steps of k - 1 chunks per participant: exercise 3 of the book's section on several GPUs.
     """
     pairs = [(r, (r + i) % k) for i in range(1, k) for r in range(k)]
     collect = [Move(src, dst, dst, True) for src, dst in pairs]

@@ -22,6 +22,8 @@ from ..guards import checked
 from ..ranks.launcher import launch
 from .memory import peak_memory, saved_memory
 
+FORMS = "DataParallel", "balanced", "DDP"
+
 
 class Step(NamedTuple):
     """One step of an iteration: what is sent on which link, or which devices compute."""
@@ -57,60 +59,49 @@ def trace(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> 
         return [*computing, Step("allreduce the gradients", sum(sent, Counter()))]
     steps, before = [], Counter()
     with count_bytes() as ledger:
-        for name, busy in FORMS[form](module, criterion, X, y, devices):
+        for name, busy in _steps(form, module, criterion, X, y, devices):
             steps.append(Step(name, ledger.bytes - before, everyone[:busy]))
             before = ledger.bytes.copy()
     return steps
 
 
-def data_parallel_steps(module, criterion, X, y, devices) -> Iterator[tuple[str, int]]:
-    """Make the eight steps of DataParallel; yield after each its name and how many compute."""
-    shards = scatter((X,), devices)
-    target = to_device(y, devices[0], position(y.device, devices), 0)
+def _steps(form, module, criterion, X, y, devices) -> Iterator[tuple[str, int]]:
+    """Make the eight steps; yield after each its name and how many compute.
+
+    In the balanced form the loss has parts: outputs stay where they are, only losses are sent.
+    """
+    k, shards = len(devices), scatter((X,), devices)
+    if form == "balanced":
+        targets = scatter((y,), devices)
+    else:
+        target = to_device(y, devices[0], position(y.device, devices), 0)
     yield "scatter the batch", 0
     replicas = replicate(module, devices)
     yield "replicate the module", 0
     outputs = parallel_apply(replicas, shards)
-    yield "forward", len(devices)
-    output = gather(outputs, devices[0])
-    yield "gather the outputs", 0
-    loss = criterion(output, target)
-    yield "loss", 1
-    gradients = torch.autograd.grad(loss, outputs)
+    yield "forward", k
+    if form == "balanced":
+        part, weights = shares(criterion, None, targets)
+        ends = [part(outputs[i], *targets[i]) for i in weights]
+        yield "loss", k
+        losses = [to_device(loss, devices[0], i, 0) for i, loss in zip(weights, ends, strict=True)]
+        loss = put_together(criterion, losses, list(weights.values()))
+        yield "add up the losses", 0
+    else:
+        ends = outputs
+        output = gather(outputs, devices[0])
+        yield "gather the outputs", 0
+        loss = criterion(output, target)
+        yield "loss", 1
+    gradients = torch.autograd.grad(loss, ends)
     yield "scatter the gradients", 0
-    yield from _backward(replicas, outputs, gradients)
-
-
-def balanced_steps(module, criterion, X, y, devices) -> Iterator[tuple[str, int]]:
-    """The same with the loss in parts: outputs stay where they are, only losses are sent."""
-    shards, targets = scatter((X,), devices), scatter((y,), devices)
-    yield "scatter the batch", 0
-    replicas = replicate(module, devices)
-    yield "replicate the module", 0
-    outputs = parallel_apply(replicas, shards)
-    yield "forward", len(devices)
-    part, weights = shares(criterion, None, targets)
-    losses = [part(outputs[i], *targets[i]) for i in weights]
-    yield "loss", len(devices)
-    there = [to_device(loss, devices[0], i, 0) for i, loss in zip(weights, losses, strict=True)]
-    loss = put_together(criterion, there, list(weights.values()))
-    yield "add up the losses", 0
-    gradients = torch.autograd.grad(loss, losses)
-    yield "scatter the gradients", 0
-    yield from _backward(replicas, losses, gradients)
-
-
-def _backward(replicas, outputs, gradients) -> Iterator[tuple[str, int]]:
-    state = [[*replica.parameters(), *replica.buffers()] for replica in replicas]
-    copies = [copy for copy in chain(*state) if copy.requires_grad]
-    found = torch.autograd.grad(outputs, copies, gradients, allow_unused=True)
-    yield "backward", len(replicas)
+    state = chain(*[(*replica.parameters(), *replica.buffers()) for replica in replicas])
+    copies = [copy for copy in state if copy.requires_grad]
+    found = torch.autograd.grad(ends, copies, gradients, allow_unused=True)
+    yield "backward", k
     used = [(copy, grad) for copy, grad in zip(copies, found, strict=True) if grad is not None]
     torch.autograd.backward(*zip(*used, strict=True))  # where the copies came from
     yield "add up the gradients", 0
-
-
-FORMS = {"DataParallel": data_parallel_steps, "balanced": balanced_steps, "DDP": None}
 
 
 def loss_of(form: str, module, criterion, X, y, devices) -> torch.Tensor:
@@ -139,9 +130,9 @@ class Memory(NamedTuple):
 def memory_of(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> Memory:
     """Return what an iteration of ``form`` holds on each device; the arguments are ``trace``'s.
 
-    On GPUs it is the peak that the allocator of each reports. On virtual devices it is counted:
-    parameters with buffers; gradients, of parameters and of outputs; outputs; and activations: what
-    else autograd saves. Not all of it is there at the same time: that is an upper bound.
+    On GPUs it is the peak that the allocator of each reports. On virtual devices it is counted, as
+    an upper bound: parameters with buffers; gradients, of parameters and of outputs; outputs; and
+    activations: what else autograd saves.
     """
     module, devices, X = deepcopy(module), check_devices(devices), X.detach()
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
