@@ -10,8 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from d2lpar import ranks
+from d2lpar.collectives import schedules
 from d2lpar.ranks.launcher import launch
 
+SCHEDULES = [schedules.star, schedules.ring, schedules.tree, schedules.direct]
+SCHEDULES += [schedules.halving_doubling, schedules.recursive_doubling]
 LIMIT = 60  # seconds for a launch that takes less than one
 MEAN = 1.5
 SOON = 8.0  # seconds for a call that takes milliseconds on a machine that is not busy

@@ -1,9 +1,9 @@
 """What a schedule costs: steps, bytes per participant and link, seconds on an alpha-beta model.
 
 The model is Hockney's (1994): a message of n bytes takes ``alpha + n * beta`` seconds. Within a
-step a participant sends its messages one after the other, and receives at the same time; the step
-takes as long as its busiest participant. So a hub's queue is seen, which counting steps would hide.
-The closed forms follow Thakur, Rabenseifner and Gropp (2005). Notebook 03 uses this file.
+step a participant sends its messages one after the other, and receives at the same time. The step
+takes as long as its busiest participant: counting steps would hide a hub's queue. The closed forms
+follow Thakur, Rabenseifner and Gropp (2005).
 """
 
 from collections import defaultdict
@@ -27,20 +27,12 @@ from .schedules import (
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of running a schedule once.
-
-    Attributes:
-        steps: how many, one after the other.
-        sent: bytes that each participant sends.
-        received: bytes that each participant receives.
-        busiest_link: bytes over the busiest of the one-way links (source, destination).
-        seconds: predicted time.
-    """
+    """The cost of running a schedule once."""
 
     steps: int
-    sent: tuple[int, ...]
+    sent: tuple[int, ...]  # bytes, by each participant
     received: tuple[int, ...]
-    busiest_link: int
+    busiest_link: int  # bytes; a link has one source and one destination
     seconds: float
 
 
@@ -56,25 +48,12 @@ def check_numbers(schedule, k, nbytes, alpha=1e-5, beta=1e-10, itemsize=4):
 
 @checked(check_numbers)
 def walk(
-    schedule: Schedule,
-    k: int,
-    nbytes: int,
-    alpha: float = 1e-5,
-    beta: float = 1e-10,
-    itemsize: int = 4,
+    schedule: Schedule, k: int, nbytes: int, alpha: float = 1e-5, beta: float = 1e-10, itemsize=4
 ) -> Cost:
     """Follow every move of ``schedule`` with a clock; good for up to about a thousand participants.
 
-    Args:
-        schedule: a function k -> steps.
-        k: participants.
-        nbytes: bytes of the tensor that each of them holds.
-        alpha: latency, seconds per message.
-        beta: inverse bandwidth, seconds per byte. The defaults are 10 µs and 10 GB/s.
-        itemsize: bytes per element: a chunk is a whole number of elements.
-
-    Raises:
-        ValueError: a number is negative, or see ``schedules.check_steps``.
+    ``nbytes`` is the size of the whole tensor. ``alpha`` is in seconds per message and ``beta`` in
+    seconds per byte: by default 10 µs, and 10 GB/s. An element has ``itemsize`` bytes.
     """
     steps = steps_of(schedule, k)
     check_steps(steps, k)
@@ -83,13 +62,14 @@ def walk(
     sent, received, seconds = [0] * k, [0] * k, 0.0
     links = defaultdict(int)
     for step in steps:
-        chunks = [chunks_of(m, n) for m in step]
-        sizes = [ends[own.stop] - ends[own.start] for own in chunks]
-        messages = [(m.src, m.dst, size) for m, size in zip(step, sizes, strict=True)]
-        for src, dst, size in messages:
-            sent[src] += size
-            received[dst] += size
-            links[src, dst] += size
+        messages = []
+        for m in step:
+            own = chunks_of(m, n)
+            size = ends[own.stop] - ends[own.start]
+            messages.append((m.src, m.dst, size))
+            sent[m.src] += size
+            received[m.dst] += size
+            links[m.src, m.dst] += size
         seconds += step_seconds(messages, alpha, beta)
     busiest_link = max(links.values(), default=0)
     return Cost(len(steps), tuple(sent), tuple(received), busiest_link, seconds)
@@ -112,24 +92,15 @@ def _chunk_sizes(nbytes: int, num_chunks: int, itemsize: int) -> list[int]:
 
 @checked(check_numbers)
 def closed_form(
-    schedule: Schedule,
-    k: int,
-    nbytes: int,
-    alpha: float = 1e-5,
-    beta: float = 1e-10,
-    itemsize: int = 4,
+    schedule: Schedule, k: int, nbytes: int, alpha: float = 1e-5, beta: float = 1e-10, itemsize=4
 ) -> Cost:
     """Return what ``walk`` returns, from a formula: for 100,000 participants as soon as for 4.
 
-    Arguments are those of ``walk``; there is a formula for star, ring, tree, direct and
-    halving_doubling, and a ValueError for any other schedule.
+    There is a formula for star, ring, tree, direct and halving_doubling.
     """
     if schedule not in FORMULAS:
         name = f"{schedule.__module__}.{schedule.__qualname__}"
-        raise ValueError(
-            f"there is no closed form for {name}, only for collectives.star and the like: use "
-            "walk, up to about 1,000 participants"
-        )
+        raise ValueError(f"there is no closed form for {name}: use walk, for up to about k = 1,000")
     if k == 1:
         return Cost(0, (0,), (0,), 0, 0.0)
     return FORMULAS[schedule](k, nbytes, alpha, beta, itemsize)
@@ -182,10 +153,5 @@ def _halving_doubling(k: int, n: int, alpha: float, beta: float, itemsize: int) 
     return Cost(steps, tuple(amounts), tuple(amounts), n, seconds)
 
 
-FORMULAS = {
-    star: _star,
-    ring: _ring,
-    tree: _tree,
-    direct: _direct,
-    halving_doubling: _halving_doubling,
-}
+FORMULAS = {star: _star, ring: _ring, tree: _tree, direct: _direct}
+FORMULAS[halving_doubling] = _halving_doubling

@@ -1,9 +1,8 @@
 """Run a schedule on a list of tensors, one per device: allreduce, broadcast, and their parts.
 
-Everything here happens in one process, in place, the way the book writes ``allreduce(data)``. The
-schedule says who sends what to whom; ``run_schedule`` does just that, step by step. Messages
-between positions that share a memory need no copy: the receiver reads the sender's tensor, unless
-the same step writes to it. Notebooks 02 and 03 use this file, and 03 builds ``run_schedule``.
+Everything here happens in one process, in place, the way the book writes ``allreduce(data)``.
+Messages between positions that share a memory need no copy: the receiver reads the sender's tensor,
+unless the same step writes to it. Notebook 03 builds ``run_schedule``.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +23,11 @@ from .schedules import (
     tree_broadcast,
 )
 
-OPS = {
-    "sum": torch.add,
-    "mean": torch.add,  # and in the end it is divided
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
+OPS = {"sum": torch.add, "mean": torch.add}  # which is divided in the end
+OPS |= {"max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 
 
-def check_allreduce(
-    data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str = "sum"
-) -> None:
+def check_allreduce(data, schedule=ring, op="sum") -> None:
     """Refuse what would give a wrong result or lose a tensor, naming positions and both values."""
     check_tensors(data)
     check_alike([tuple(tensor.shape) for tensor in data], "shape")
@@ -54,15 +46,10 @@ def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str =
     rounded once, at the end.
 
     Args:
-        data: one tensor per device, all of one shape and dtype, contiguous or not.
+        data: one tensor per device, all of one shape and dtype, contiguous or not, that share no
+            memory; in ``no_grad`` if one requires gradients.
         schedule: a function k -> steps, such as ``star``, ``ring`` or ``tree``.
-        op: "sum", "mean", "max", "min" or "product".
-
-    Raises:
-        ValueError: ``data`` is empty; two of its tensors differ in shape or dtype, are the same or
-            share memory; one requires gradients outside ``no_grad``; ``op`` is unknown, or not
-            defined for the dtype (the mean of integers); or see ``schedules.check_steps``.
-        TypeError: ``data`` is no list of tensors, or ``schedule`` no function.
+        op: "sum", "mean", "max", "min" or "product". Integers have no mean.
     """
     steps = checked_steps(schedule, len(data))
     flats = [flatten(tensor, widen=True) for tensor in data]
@@ -87,7 +74,7 @@ def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.
 
     This is the first half of the ring. Shard r is ``data[r].tensor_split(len(data))[r]``, rows of
     dimension 0, now reduced; the other rows of ``data[r]`` are left with partial results. A tensor
-    without a dimension counts as one row. Raises what ``allreduce`` raises.
+    without a dimension counts as one row.
     """
     check_allreduce(data, op=op)
     k = len(data)
@@ -103,7 +90,7 @@ def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return, for each device, all ``shards`` joined along dimension 0: a new tensor on each.
 
     This is the second half of the ring. The shards may differ in their number of rows; one without
-    a dimension counts as a row. Raises what ``allreduce`` raises.
+    a dimension counts as a row.
     """
     check_tensors(shards)
     shards = [torch.atleast_1d(shard.detach()) for shard in shards]
@@ -119,10 +106,7 @@ def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def broadcast(data: Sequence[torch.Tensor], src: int = 0) -> None:
-    """Copy ``data[src]`` in place into every other tensor of ``data``, down a binomial tree.
-
-    Raises what ``allreduce`` raises, and ValueError for a ``src`` that is no position.
-    """
+    """Copy ``data[src]`` in place into every other tensor of ``data``, down a binomial tree."""
     check_allreduce(data)
     if src not in range(len(data)):
         raise ValueError(f"src is {src!r}, but the positions are 0 to {len(data) - 1}")
@@ -209,8 +193,9 @@ def put_back(data: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Non
 def check_tensors(data: Sequence[torch.Tensor]) -> None:
     """Refuse what is no list of dense tensors of one dtype, one per device."""
     if not isinstance(data, (list, tuple)):
-        kind = type(data).__name__
-        raise TypeError(f"data must be a list of tensors, one per device, not {kind}")
+        raise TypeError(
+            f"data must be a list of tensors, one per device, not {type(data).__name__}"
+        )
     if not data:
         raise ValueError("data is empty: it must hold one tensor per device")
     for i, tensor in enumerate(data):
@@ -227,9 +212,9 @@ def check_tensor(tensor: torch.Tensor, name: str) -> None:
     if tensor.is_meta:
         raise ValueError(f"{name} is a meta tensor, which has no elements to send")
     if tensor.requires_grad and torch.is_grad_enabled():
+        way_out = "pass its .grad or its .detach(), or call inside torch.no_grad()"
         raise ValueError(
-            f"{name} requires gradients, which a collective does not record: pass its "
-            ".grad or its .detach(), or call inside torch.no_grad()"
+            f"{name} requires gradients, which a collective does not record: {way_out}"
         )
 
 

@@ -1,14 +1,12 @@
 """Collectives as data: who sends which chunk to whom, at which step.
 
 A schedule is a function ``k -> steps`` for ``k`` participants. The steps happen one after the
-other; the moves of one step happen at the same time. The same steps are run on tensors (``lists``),
-run by processes (``ranks``), walked with a clock (``cost``) and drawn (``plot``).
+other; the moves of one step happen at the same time. Notebook 03 builds this file.
 
-Notebook 03 builds the schedules. Sources: the ring is Patarasu and Yuan, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations" (2009); halving and doubling is Rabenseifner,
-"Optimization of collective reduction operations" (2004); the binomial tree and recursive doubling
-are described by Thakur, Rabenseifner and Gropp, "Optimization of collective communication
-operations in MPICH" (2005).
+Sources: the ring is Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations" (2009); halving and doubling is Rabenseifner, "Optimization of collective reduction
+operations" (2004); the binomial tree and recursive doubling are described by Thakur, Rabenseifner
+and Gropp, "Optimization of collective communication operations in MPICH" (2005).
 """
 
 from collections import Counter
@@ -75,8 +73,7 @@ def tree(k: int) -> list[list[Move]]:
 def direct(k: int) -> list[list[Move]]:
     """Participant c adds up chunk c, sent to it by all the others, and hands the sum to all.
 
-    2 steps, in each of which every participant sends k - 1 chunks: exercise 3 of the book's
-    section on several GPUs.
+    2 steps of k - 1 chunks per participant: exercise 3 of the book's section on several GPUs.
     """
     pairs = [(r, (r + i) % k) for i in range(1, k) for r in range(k)]
     collect = [Move(src, dst, dst, True) for src, dst in pairs]
@@ -131,7 +128,7 @@ def tree_broadcast(k: int, src: int = 0) -> list[list[Move]]:
 
 
 def steps_of(schedule: Schedule, k: int, *args) -> list[list[Move]]:
-    """Return ``schedule(k)`` as lists, also where it yields its steps or moves."""
+    """Return the steps as lists, also where a schedule yields its steps or moves."""
     return [list(step) for step in schedule(k, *args)]
 
 
@@ -149,14 +146,11 @@ def chunks_of(move: Move, n: int) -> range:
 
 
 def check_steps(steps: Sequence[Sequence[Move]], k: int) -> None:
-    """Check that the moves of each step, between ``k`` participants, can happen at the same time.
+    """Raise ValueError unless the moves of each step can happen at the same time.
 
     A chunk that is sent must not be written in the same step, nor one that is taken be written
     twice: nobody could say which comes first. The exception is an exchange: two participants send
     each other the same chunk, to reduce it, and no other message in this step.
-
-    Raises:
-        ValueError: naming the step, and the move or the participant and chunk.
     """
     for m in chain.from_iterable(steps):
         chunks = chunks_of(m, 1)
@@ -180,8 +174,7 @@ def check_steps(steps: Sequence[Sequence[Move]], k: int) -> None:
             if place not in exchanged or sent[place] + written[place] > 2:
                 raise ValueError(
                     f"in step {number} participant {place[0]} sends chunk {place[1]} while it is "
-                    "overwritten: all moves of a step happen at the same time. Use two steps, or "
-                    "let two participants send each other the chunk, so that both reduce it."
+                    "overwritten: use two steps, or let two exchange the chunk and both reduce it"
                 )
 
 
@@ -202,7 +195,7 @@ _check_once = lru_cache(maxsize=128)(check_steps)
 
 
 def checked_steps(schedule: Schedule, k: int) -> list[list[Move]]:
-    """Return ``schedule(k)``, checked by ``check_steps``: equal steps only once."""
+    """Return the steps of ``schedule(k)``, checked by ``check_steps``: equal steps only once."""
     steps = steps_of(schedule, k)
     _check_once(tuple(map(tuple, steps)), k)
     return steps
@@ -216,11 +209,10 @@ def sent_and_written(step: tuple[Move, ...], n: int) -> frozenset[tuple[int, int
 
 
 def holdings(steps: Sequence[Sequence[Move]], k: int) -> list[list[list[tuple[int, ...]]]]:
-    """Return what each participant holds at the start and after each step, of checked steps.
+    """Check ``steps``, and return what each participant holds at the start and after each step.
 
     ``holdings(steps, k)[step][participant][chunk]`` is a sorted tuple of those whose contribution
-    is in that chunk; one that was added twice stands there twice. Step 0 is the start. Raises what
-    ``check_steps`` does.
+    is in that chunk; one that was added twice stands there twice. Step 0 is the start.
     """
     steps = [list(step) for step in steps]  # a generator would be used up by the check
     check_steps(steps, k)
@@ -237,11 +229,7 @@ def holdings(steps: Sequence[Sequence[Move]], k: int) -> list[list[list[tuple[in
 
 
 def verify_allreduce(schedule: Schedule, k: int) -> None:
-    """Check that ``schedule(k)`` leaves everyone with every contribution exactly once.
-
-    Raises:
-        ValueError: it does not, and who holds what instead; or see ``check_steps``.
-    """
+    """Raise ValueError unless ``schedule(k)`` leaves everyone with every contribution once."""
     for participant, held in enumerate(holdings(schedule(k), k)[-1]):
         for chunk, contributions in enumerate(held):
             if contributions != tuple(range(k)):

@@ -1,11 +1,12 @@
 """Pictures for notebooks; read ``picture`` first.
 
-``charts`` draws with matplotlib: curves, bars, stacks, links, images and the live board. Written by
-hand are ``drawings`` (a schedule, a timeline, a pipeline over time) and ``iterations``. A schedule
-has one colour in all.
+``charts`` draws curves, bars, stacks and links with matplotlib, ``board`` a training run while it
+runs. ``drawings`` and ``iterations`` write SVG: schedules, timelines, pipelines, images, and the
+steps of an iteration. A schedule has one colour in all.
 """
 
-from .charts import Board, bars, curves, images, links, stacks
-from .drawings import pipeline, schedule, timeline
+from .board import Board
+from .charts import bars, curves, links, stacks
+from .drawings import images, pipeline, schedule, timeline
 from .iterations import iteration
 from .picture import PALETTE, Picture

@@ -1,32 +1,19 @@
-"""Curves, bars, stacks, bytes per link, images and the live board, drawn with matplotlib.
+"""Curves, bars, stacks and bytes per link, drawn with matplotlib."""
 
-Each function returns a ``Picture``. Markers, dashes and labels say the same as its colours.
-"""
-
-import base64
 import io
-import math
 import re
-import statistics
-import sys
-import textwrap
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import matplotlib.style
-import torch
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
-from PIL import Image
 
 from .picture import (
-    CENTRED,
     DARK_GREY,
     FONTS,
     GREY,
@@ -37,7 +24,6 @@ from .picture import (
     colour_of,
     colours_of,
     quantity,
-    text,
     wrapped,
 )
 
@@ -62,11 +48,11 @@ STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "d2lpar",  # the same ids every time
 }
-_styled = matplotlib.style.context(["default", STYLE])
+styled = matplotlib.style.context(["default", STYLE])
 
 
-def _chart(figure: Figure, alt: str) -> Picture:
-    """What matplotlib drew, without its metadata and without what would leak into the page."""
+def chart(figure: Figure, alt: str) -> Picture:
+    """Return what matplotlib drew, without what would leak into the page."""
     figure.patch.set_visible(False)
     for axes in figure.axes:  # the name of a processor may be long
         room = 480 / len(figure.axes)
@@ -82,33 +68,31 @@ def _chart(figure: Figure, alt: str) -> Picture:
     return Picture.around(re.sub(r"\s*\n\s*", "\n", body), *size, alt, figure)
 
 
-def _figure(height: float, layout: str = "constrained") -> Figure:
+def new_figure(height: float, layout: str = "constrained") -> Figure:
+    """Return an empty figure as wide as all pictures."""
     return Figure(figsize=(WIDTH / 72, height / 72), layout=layout)
 
 
-@_styled
+@styled
 def bars(values: Mapping, x_label: str = "", unit: str | None = None, title: str = "") -> Picture:
     """Draw a bar for each name: a number, or (median, low, high) to show its spread.
 
-    ``unit`` may be "bytes" or "seconds": 1.5 MB, 20 ms. Raises ValueError for no values.
+    ``unit`` may be "bytes" or "seconds": 1.5 MB, 20 ms.
     """
-    figure = _figure(75 + 26 * len(values))
+    figure = new_figure(75 + 26 * len(values))
     axes = figure.subplots()
     words = _draw_bars(axes, values, unit, [colour_of(str(name)) for name in values])
     axes.set(xlabel=x_label, title=title)
-    return _chart(figure, f"Bars: {title or x_label}. {words}.")
+    return chart(figure, f"Bars: {title or x_label}. {words}.")
 
 
-@_styled
+@styled
 def stacks(values: Mapping, x_label: str = "", unit: str | None = None, title: str = "") -> Picture:
-    """Draw a bar for each name out of parts, one after the other: {name: {part: number}}.
-
-    Raises ValueError for no values, and for more than 8 kinds of parts.
-    """
+    """Draw a bar for each name, of up to 8 kinds of parts: {name: {part: number}}."""
     kinds = list(dict.fromkeys(kind for parts in values.values() for kind in parts))
     if not 1 <= len(kinds) <= 8:
         raise ValueError(f"{len(kinds)} kinds of parts, but 1 to 8 can be told apart")
-    figure = _figure(100 + 26 * len(values))
+    figure = new_figure(100 + 26 * len(values))
     axes, begins, words = figure.subplots(), dict.fromkeys(values, 0.0), []
     for kind, colour, hatch in zip(kinds, PALETTE, HATCHES, strict=False):
         lengths = [parts.get(kind, 0) for parts in values.values()]
@@ -123,10 +107,10 @@ def stacks(values: Mapping, x_label: str = "", unit: str | None = None, title: s
     _finish_bars(axes, values, unit)
     axes.set(xlabel=x_label, title=title)
     figure.legend(loc="outside lower left", ncols=4)
-    return _chart(figure, f"Bars: {title or x_label}. {'; '.join(words)}.")
+    return chart(figure, f"Bars: {title or x_label}. {'; '.join(words)}.")
 
 
-@_styled
+@styled
 def links(bytes_by_link: Mapping, title: str = "") -> Picture:
     """Draw the bytes of every link: {(src, dst): bytes}, or {name: {(src, dst): bytes}} to compare.
 
@@ -146,7 +130,7 @@ def links(bytes_by_link: Mapping, title: str = "") -> Picture:
         for d in sorted({device for link in every for device in link}, key=str):
             rows[f"{d} sends"] = [link for link in every if link[0] == d]
             rows[f"{d} receives"] = [link for link in every if link[1] == d]
-    figure = _figure(75 + 24 * len(rows))
+    figure = new_figure(75 + 24 * len(rows))
     columns = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
     words = []
     for axes, (name, counts) in zip(columns, panels.items(), strict=True):
@@ -154,7 +138,7 @@ def links(bytes_by_link: Mapping, title: str = "") -> Picture:
         colours = [colour_of(name), DARK_GREY] if len(every) > 16 else [colour_of(name)]
         words.append(f"{name}: {_draw_bars(axes, values, 'bytes', colours)}")
         axes.set_title(name)
-    return _chart(figure, f"Bytes per link. {'. '.join(words)}.")
+    return chart(figure, f"Bytes per link. {'. '.join(words)}.")
 
 
 def _draw_bars(axes: Axes, values: Mapping, unit: str | None, colours: Sequence[str]) -> str:
@@ -182,18 +166,14 @@ def _finish_bars(axes: Axes, names: Mapping, unit: str | None) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: quantity(value, unit))
 
 
-@_styled
+@styled
 def curves(
     series: Mapping, x_label, y_label, title="", log_x=False, log_y=False, x_unit=None, y_unit=None
 ) -> Picture:
-    """Draw a curve for each name: {name: (xs, ys)}. A unit may be "bytes" or "seconds".
-
-    Raises ValueError for no series or more than 8, for lengths that differ, and for what a
-    logarithmic axis cannot show.
-    """
+    """Draw up to 8 curves: {name: (xs, ys)}. A unit may be "bytes" or "seconds"."""
     if not 1 <= len(series) <= 8:
         raise ValueError(f"{len(series)} series, but 1 to 8 can be told apart")
-    figure = _figure(330)
+    figure = new_figure(330)
     axes = figure.subplots()
     lines, words, colours = [], [], colours_of(list(map(str, series)))
     for i, (name, (xs, ys)) in enumerate(series.items()):
@@ -210,7 +190,7 @@ def curves(
     if len(series) > 1:  # beside the curves, in the order in which they end
         lines.sort(key=lambda line: -line.get_ydata()[-1])
         figure.legend(handles=lines, loc="outside right upper")
-    return _chart(figure, f"Curves: {title or y_label} over {x_label}. {'; '.join(words)}.")
+    return chart(figure, f"Curves: {title or y_label} over {x_label}. {'; '.join(words)}.")
 
 
 def _scale(axis: Axis, values: list[float], log: bool, unit: str | None) -> None:
@@ -228,91 +208,3 @@ def _scale(axis: Axis, values: list[float], log: bool, unit: str | None) -> None
     elif whole and unit is None:
         axis.set_major_locator(MaxNLocator(integer=True))
     axis.set_major_formatter(lambda value, _: quantity(value, unit))
-
-
-def images(X: torch.Tensor, titles: Sequence[str] = (), columns: int = 8) -> Picture:
-    """Draw images (N, 1, height, width) or (N, height, width), 0 white to 1 black, with titles.
-
-    Raises ValueError for no images, and for titles that are not as many as the images.
-    """
-    if len(X) == 0 or (titles and len(titles) != len(X)):
-        raise ValueError(f"{len(X)} images and {len(titles)} titles")
-    pixels = (255 * (1 - X.detach().cpu().float().clamp(0, 1))).byte().numpy()
-    cell, line = WIDTH // columns, 20 if titles else 0  # pixels; the title's height
-    body = ""
-    for i, image in enumerate(pixels):
-        x, y = i % columns * cell, i // columns * (cell + line) + line
-        png = io.BytesIO()
-        Image.fromarray(image.reshape(X.shape[-2:])).save(png, "PNG", optimize=True)
-        body += (
-            f'<image x="{x + 5}" y="{y + 5}" width="{cell - 10}" height="{cell - 10}" '
-            'style="image-rendering:pixelated" xlink:href="data:image/png;base64,'
-            f'{base64.b64encode(png.getvalue()).decode()}"/>'
-        )
-        if titles:
-            body += text(complex(x + cell / 2, y - 5), titles[i], CENTRED)
-    height = math.ceil(len(X) / columns) * (cell + line)
-    words = f": {', '.join(titles)}" if titles else ""
-    return Picture.around(body, min(columns, len(X)) * cell, height, f"{len(X)} images{words}.")
-
-
-class Board:
-    """The live board: ``train(…, on_progress=Board())`` draws loss and accuracy after every epoch.
-
-    It updates one display, at most once in ``interval`` seconds and after a run's last epoch. Only
-    then does it add the PNG, which takes longer. ``picture`` is what it drew last.
-    """
-
-    def __init__(self, title: str = "", interval: float = 0.3):
-        self.title, self.interval = title, interval
-        self.picture: Picture | None = None
-        self._history = self._handle = None
-        self._drawn = -math.inf
-
-    def __call__(self, history: Any) -> None:
-        """Draw ``history``: its loss, accuracy and seconds, each a list with a number per epoch."""
-        epochs = len(history.loss)
-        new_run = history is not self._history
-        late = time.monotonic() - self._drawn >= self.interval
-        last = epochs >= history.num_epochs
-        if epochs == 0 or not (new_run or late or last):
-            return
-        self._history = history
-        self.picture = _draw_board(history, self.title)
-        exclude = () if last else ("image/png",)
-        if new_run:
-            self._handle = _display(self.picture, exclude)
-        elif self._handle is not None:
-            self._handle.update(self.picture, exclude=exclude)
-        self._drawn = time.monotonic()
-
-
-def _display(picture: Picture, exclude: Sequence[str]) -> Any:
-    """Show the picture in the running notebook and return its handle; None outside of one."""
-    ipython = sys.modules.get("IPython")
-    if ipython is None or ipython.get_ipython() is None:
-        return None
-    return ipython.display.display(picture, display_id=True, exclude=exclude)
-
-
-@_styled
-def _draw_board(history: Any, title: str) -> Picture:
-    figure = _figure(270, layout="none")  # found in no time
-    figure.subplots_adjust(0.05, 0.26, 0.98, 0.82 if title else 0.91)
-    epochs = range(1, len(history.loss) + 1)
-    words = [f"epoch {len(epochs)} of {history.num_epochs}"]
-    halves = {"training loss": history.loss, "test accuracy": history.accuracy}
-    for i, (name, values) in enumerate(halves.items()):
-        axes, last = figure.add_subplot(1, 2, i + 1), f"{values[-1]:.3f}"
-        axes.plot(epochs, values, color=PALETTE[i], marker=MARKERS[i], linestyle=DASHES[i])
-        axes.set(xlabel="epoch", title=f"{name}: {last}", xlim=(0.5, history.num_epochs + 0.5))
-        axes.set_ylim(0, 1 if i else None)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-        axes.grid()
-        words.append(f"{name} {last}")
-    words.append(f"{quantity(statistics.median(history.seconds), 'seconds')} per epoch")
-    caption = f"{history.devices}; {history.hardware}; {words[-1]}"
-    figure.supxlabel("\n".join(textwrap.wrap(caption, 110)), x=0.02, y=0.03, ha="left", fontsize=11)
-    figure.suptitle(title, x=0.02, y=0.96, ha="left", fontweight="bold")
-    return _chart(figure, f"{title or 'Training'}: {', '.join(words)}; {history.devices}.")

@@ -1,13 +1,17 @@
-"""Who sends what to whom, and what happens when: schedules, timelines and pipelines.
+"""Schedules, timelines, pipelines and images, written as SVG: their marks must sit to the pixel.
 
-They are written as SVG directly, not with matplotlib: they are up to thousands of marks that must
-sit to the pixel. Where a point is one number, it is complex, with y downwards.
+Where a point is one number, it is complex, with y downwards.
 """
 
+import base64
 import cmath
+import io
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from PIL import Image
 
 from ..collectives.schedules import Move, chunks_of, holdings, num_chunks, steps_of
 from ..pipeline.schedules import Span, bubble, live_counts
@@ -39,7 +43,7 @@ def schedule(function: Callable[[int], list[list[Move]]], k: int, title: str = "
     """Draw every step of ``function(k)``: who sends which chunk to whom, and what is held then.
 
     Beside each device stands what it holds: a column for each chunk, in it a row for each device
-    whose contribution it contains. Raises ValueError unless 2 <= k <= 8.
+    whose contribution it contains. There is room for 2 to 8 devices.
     """
     if not 2 <= k <= 8:
         raise ValueError(f"k = {k}, but only 2 to 8 devices fit into the picture")
@@ -142,8 +146,7 @@ def timeline(spans: Sequence[tuple[str, str, float, float]], title: str = "") ->
 
     Lanes stand in the order of their first spans, and the earliest start is 0 ms. Lanes of one
     kind share a colour: "rank 0: send" and "rank 1: send" are of the kind "send". A label that its
-    bar cannot hold is shown while the mouse is on the bar. Raises ValueError for no spans, and for
-    a span that ends before it starts.
+    bar cannot hold is shown while the mouse is on the bar.
     """
     if not spans:
         raise ValueError("0 spans to draw: pass at least one (lane, label, start, end)")
@@ -175,9 +178,8 @@ def pipeline(
 ) -> Picture:
     """Draw when each stage works on which micro-batch, and how many it keeps: a Gantt chart.
 
-    ``spans`` is what ``predict`` returns or ``timeline`` was given; to compare several on one scale
-    of time, {name: spans}. ``unit`` is "seconds", or None where times are numbers of something
-    else. Raises ValueError where there is nothing to draw, and for another unit.
+    ``spans`` is what ``predict`` returns or a pipeline's ``timeline`` was given. To compare several
+    on one scale of time, pass {name: spans}. ``unit`` is "seconds", or None for other times.
     """
     panels = spans if isinstance(spans, Mapping) else {"": spans}
     if not panels or not all(panels.values()):
@@ -234,3 +236,24 @@ def _stage(stage: int, spans: Sequence[Span], y: float, axis: Axis) -> tuple[str
 
 def _duration(spans: Sequence[Span]) -> float:
     return max(span.end for span in spans) - min(span.start for span in spans)
+
+
+def images(X: torch.Tensor, titles: Sequence[str] = (), columns: int = 8) -> Picture:
+    """Draw images (N, 1, height, width) or (N, height, width), 0 white to 1 black, with titles."""
+    if len(X) == 0 or (titles and len(titles) != len(X)):
+        raise ValueError(f"{len(X)} images and {len(titles)} titles")
+    pixels = (255 * (1 - X.detach().cpu().float().clamp(0, 1))).byte().numpy()
+    cell, line = WIDTH // columns, 20 if titles else 0  # pixels; the title's height
+    body = ""
+    for i, image in enumerate(pixels):
+        x, y = i % columns * cell, i // columns * (cell + line) + line
+        png = io.BytesIO()
+        Image.fromarray(image.reshape(X.shape[-2:])).save(png, "PNG", optimize=True)
+        body += f'<image x="{x + 5}" y="{y + 5}" width="{cell - 10}" height="{cell - 10}" '
+        body += 'style="image-rendering:pixelated" xlink:href="data:image/png;base64,'
+        body += f'{base64.b64encode(png.getvalue()).decode()}"/>'
+        if titles:
+            body += text(complex(x + cell / 2, y - 5), titles[i], CENTRED)
+    height = math.ceil(len(X) / columns) * (cell + line)
+    words = f": {', '.join(titles)}" if titles else ""
+    return Picture.around(body, min(columns, len(X)) * cell, height, f"{len(X)} images{words}.")

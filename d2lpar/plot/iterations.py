@@ -11,7 +11,7 @@ def iteration(traces: Mapping[str, Sequence]) -> Picture:
     """Draw the steps of an iteration, downwards, for each form: {name: ``iteration.trace(…)``}.
 
     A vertical line is a device. A block on it says that it computes; an arrow from one to another
-    is what is sent, as thick as it is large. Raises ValueError for no form or more than three.
+    is what is sent, as thick as it is large. There is room for three forms.
     """
     if not 1 <= len(traces) <= 3:
         raise ValueError(f"{len(traces)} forms, but only 1 to 3 fit into the picture")

@@ -1,7 +1,6 @@
 """The picture that everything here returns, its colours, and marks to draw by hand.
 
-A picture is SVG with an alternative text, which a notebook shows as a cell's last expression. The
-same call gives the same bytes. Colour is never the only sign: places, dashes and labels say the
+The same call gives the same bytes. Colour is never the only sign: places, dashes and labels say the
 same.
 """
 
@@ -45,8 +44,7 @@ class Picture:
 
     What matplotlib drew is also kept as its ``figure``, to restyle
     (``picture.figure.axes[0].set_title("Mine", loc="left")``), to save in other formats
-    (``picture.figure.savefig("x.pdf")``), and to show as the last expression of a cell, after
-    ``%matplotlib inline``.
+    (``picture.figure.savefig("x.pdf")``), and to show in a cell, after ``%matplotlib inline``.
     """
 
     svg: str
@@ -71,14 +69,10 @@ class Picture:
         Path(path).write_text(self.svg, encoding="utf-8")
 
     def png(self) -> bytes:
-        """Render the picture as a PNG of twice the size with 64 colours, in about 0.1 to 1 s.
-
-        No font of the machine is used: with the same packages the bytes are the same everywhere.
-        """
-        fonts = [_font_file(bold) for bold in (False, True)]
-        rendered = resvg_py.svg_to_bytes(
-            self.svg, zoom=2, background="#FFF", skip_system_fonts=True, font_files=fonts
-        )
+        """Render the picture as a PNG of twice the size with 64 colours, in about 0.1 to 1 s."""
+        # without the fonts of this machine: the bytes are the same everywhere
+        fonts = {"skip_system_fonts": True, "font_files": [_font_file(b) for b in (False, True)]}
+        rendered = resvg_py.svg_to_bytes(self.svg, zoom=2, background="#FFF", **fonts)
         image = Image.open(io.BytesIO(rendered)).convert("RGB")
         written = io.BytesIO()
         image.quantize(64, Image.Quantize.MEDIANCUT).save(written, "PNG", optimize=True)
@@ -87,9 +81,7 @@ class Picture:
     def __repr__(self) -> str:
         return self.alt
 
-    def _repr_mimebundle_(
-        self, include: Any = None, exclude: Collection[str] | None = None
-    ) -> tuple[dict[str, str], dict[str, dict]]:
+    def _repr_mimebundle_(self, include=None, exclude: Collection[str] | None = None) -> tuple:
         """Return SVG, PNG and text: JupyterLab shows no SVG in a notebook that is not trusted."""
         data, metadata = {"image/svg+xml": self.svg, "text/plain": self.alt}, {}
         if "image/png" not in (exclude or ()):
@@ -205,11 +197,9 @@ class Axis(NamedTuple):
     def bar(self, start, end, y: float, height: int, colour: str, label, words: str) -> str:
         """Draw a bar, never too thin to be seen, with its label if that fits."""
         x, length = self.left + start * self.scale, max(2, (end - start) * self.scale)
-        bar = (
-            f'<rect x="{x:.5g}" y="{y:g}" width="{length:.5g}" height="{height}" fill="{colour}" '
-            'stroke="#FFF" stroke-width="0.7">'
-            f"<title>{escape(words)}: {self.words(start, end)}</title></rect>"
-        )
+        bar = f'<rect x="{x:.5g}" y="{y:g}" width="{length:.5g}" height="{height}" fill="{colour}" '
+        bar += 'stroke="#FFF" stroke-width="0.7">'
+        bar += f"<title>{escape(words)}: {self.words(start, end)}</title></rect>"
         for size, margin in ((11, 4), (8, 0.5)):
             if text_width(label, size, bold=True) + margin <= length:
                 style = f'{CENTRED} {BOLD} fill="#FFF" font-size="{size}"'

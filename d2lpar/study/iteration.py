@@ -1,11 +1,10 @@
 """One iteration of DataParallel, of its balanced form and of DDP: what moves, and what is kept.
 
-``trace`` makes an iteration step by step and reads from the ledger what each step sends;
-``memory_of`` measures or counts what each device holds. Notebook 04 uses this file.
+Notebook 04 uses this file.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -22,6 +21,8 @@ from ..devices import check_devices, count_bytes, num_bytes, to_device
 from ..guards import checked
 from ..ranks.launcher import launch
 from .memory import peak_memory, saved_memory
+
+FORMS = "DataParallel", "balanced", "DDP"
 
 
 class Step(NamedTuple):
@@ -40,27 +41,14 @@ def _check(form, module, criterion, X, y, devices) -> None:
 
 
 @checked(_check)
-def trace(
-    form: str,
-    module: nn.Module,
-    criterion: nn.Module,
-    X: torch.Tensor,
-    y: torch.Tensor,
-    devices: Sequence[torch.device],
-) -> list[Step]:
+def trace(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> list[Step]:
     """Make a forward and a backward pass of ``form``; return its steps with what they sent.
 
-    ``module`` is left as it is. The batch starts where ``X`` and ``y`` are. DDP runs in one process
-    per device, on the CPU (the bytes are the same on GPUs), each with its part of the batch from
-    the start; buffers, which it sends from the second iteration on, are not in its trace.
-
-    Args:
-        form: "DataParallel", "balanced" or "DDP".
-        module: with all parameters and buffers on ``devices[0]``.
-        criterion: called with (output, target); one of torch's, for the balanced form.
-        X: at least one row per device.
-        y: the targets.
-        devices: one per replica.
+    ``form`` is "DataParallel", "balanced" or "DDP", ``devices`` has one device per replica. The
+    ``module``, which is left as it is, is on the first of them; the batch starts where ``X`` and
+    ``y`` are. The balanced form takes a criterion of torch's. DDP runs in one process per device,
+    on the CPU (the bytes are the same on GPUs), each with its part of the batch from the start;
+    buffers, which it sends from the second iteration on, are not in its trace.
     """
     devices, everyone = check_devices(devices), tuple(range(len(devices)))
     module, criterion, X, y = deepcopy(module), deepcopy(criterion), X.detach(), y.detach()
@@ -71,63 +59,52 @@ def trace(
         return [*computing, Step("allreduce the gradients", sum(sent, Counter()))]
     steps, before = [], Counter()
     with count_bytes() as ledger:
-        for name, busy in FORMS[form](module, criterion, X, y, devices):
+        for name, busy in _steps(form, module, criterion, X, y, devices):
             steps.append(Step(name, ledger.bytes - before, everyone[:busy]))
             before = ledger.bytes.copy()
     return steps
 
 
-def data_parallel_steps(module, criterion, X, y, devices) -> Iterator[tuple[str, int]]:
-    """Make the eight steps of DataParallel; yield after each its name and how many compute."""
-    shards = scatter((X,), devices)
-    target = to_device(y, devices[0], position(y.device, devices), 0)
+def _steps(form, module, criterion, X, y, devices) -> Iterator[tuple[str, int]]:
+    """Make the eight steps; yield after each its name and how many compute.
+
+    In the balanced form the loss has parts: outputs stay where they are, only losses are sent.
+    """
+    k, shards = len(devices), scatter((X,), devices)
+    if form == "balanced":
+        targets = scatter((y,), devices)
+    else:
+        target = to_device(y, devices[0], position(y.device, devices), 0)
     yield "scatter the batch", 0
     replicas = replicate(module, devices)
     yield "replicate the module", 0
     outputs = parallel_apply(replicas, shards)
-    yield "forward", len(devices)
-    output = gather(outputs, devices[0])
-    yield "gather the outputs", 0
-    loss = criterion(output, target)
-    yield "loss", 1
-    gradients = torch.autograd.grad(loss, outputs)
+    yield "forward", k
+    if form == "balanced":
+        part, weights = shares(criterion, None, targets)
+        ends = [part(outputs[i], *targets[i]) for i in weights]
+        yield "loss", k
+        losses = [to_device(loss, devices[0], i, 0) for i, loss in zip(weights, ends, strict=True)]
+        loss = put_together(criterion, losses, list(weights.values()))
+        yield "add up the losses", 0
+    else:
+        ends = outputs
+        output = gather(outputs, devices[0])
+        yield "gather the outputs", 0
+        loss = criterion(output, target)
+        yield "loss", 1
+    gradients = torch.autograd.grad(loss, ends)
     yield "scatter the gradients", 0
-    yield from _backward(replicas, outputs, gradients)
-
-
-def balanced_steps(module, criterion, X, y, devices) -> Iterator[tuple[str, int]]:
-    """The same with the loss in parts: outputs stay where they are, only losses are sent."""
-    shards, targets = scatter((X,), devices), scatter((y,), devices)
-    yield "scatter the batch", 0
-    replicas = replicate(module, devices)
-    yield "replicate the module", 0
-    outputs = parallel_apply(replicas, shards)
-    yield "forward", len(devices)
-    part, weights = shares(criterion, None, targets)
-    losses = [part(outputs[i], *targets[i]) for i in weights]
-    yield "loss", len(devices)
-    there = [to_device(loss, devices[0], i, 0) for i, loss in zip(weights, losses, strict=True)]
-    loss = put_together(criterion, there, list(weights.values()))
-    yield "add up the losses", 0
-    gradients = torch.autograd.grad(loss, losses)
-    yield "scatter the gradients", 0
-    yield from _backward(replicas, losses, gradients)
-
-
-def _backward(replicas, outputs, gradients) -> Iterator[tuple[str, int]]:
-    state = [[*replica.parameters(), *replica.buffers()] for replica in replicas]
-    copies = [copy for copy in chain(*state) if copy.requires_grad]
-    found = torch.autograd.grad(outputs, copies, gradients, allow_unused=True)
-    yield "backward", len(replicas)
+    state = chain(*[(*replica.parameters(), *replica.buffers()) for replica in replicas])
+    copies = [copy for copy in state if copy.requires_grad]
+    found = torch.autograd.grad(ends, copies, gradients, allow_unused=True)
+    yield "backward", k
     used = [(copy, grad) for copy, grad in zip(copies, found, strict=True) if grad is not None]
     torch.autograd.backward(*zip(*used, strict=True))  # where the copies came from
     yield "add up the gradients", 0
 
 
-FORMS = {"DataParallel": data_parallel_steps, "balanced": balanced_steps, "DDP": None}
-
-
-def loss_of(form: str, module, criterion, X, y, devices: list[torch.device]) -> torch.Tensor:
+def loss_of(form: str, module, criterion, X, y, devices) -> torch.Tensor:
     """Return the loss of a form that runs in one process."""
     if form == "DataParallel":
         return criterion(DataParallel(module, devices)(X), y.to(devices[0]))
@@ -150,19 +127,12 @@ class Memory(NamedTuple):
 
 
 @checked(_check)
-def memory_of(
-    form: str,
-    module: nn.Module,
-    criterion: nn.Module,
-    X: torch.Tensor,
-    y: torch.Tensor,
-    devices: Sequence[torch.device],
-) -> Memory:
+def memory_of(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> Memory:
     """Return what an iteration of ``form`` holds on each device; the arguments are ``trace``'s.
 
-    On GPUs it is the peak that the allocator of each reports. On virtual devices it is counted:
-    parameters with buffers; gradients, of parameters and of outputs; outputs; and activations: what
-    else autograd saves. Not all of it is there at the same time: that is an upper bound.
+    On GPUs it is the peak that the allocator of each reports. On virtual devices it is counted, as
+    an upper bound: parameters with buffers; gradients, of parameters and of outputs; outputs; and
+    activations: what else autograd saves.
     """
     module, devices, X = deepcopy(module), check_devices(devices), X.detach()
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
@@ -175,11 +145,11 @@ def _measure(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
         own = (deepcopy(part).to(devices[0]) for part in (module, criterion))
         loss_of(form, *own, X, y, devices).backward()
 
-    peaks = []
-    for i, device in enumerate(devices):
-        part = X, y, devices
-        if form == "DDP":  # each rank for itself: the others are not seen
-            part = *scatter((X, y), devices)[i], [device]
+    peaks, parts = [], [(X, y, devices)] * len(devices)
+    if form == "DDP":  # each rank for itself: the others are not seen
+        shards = scatter((X, y), devices)
+        parts = [(*shard, [device]) for shard, device in zip(shards, devices, strict=True)]
+    for part, device in zip(parts, devices, strict=True):
         run(*part)  # what a library allocates once, and keeps, is there from now on
         peaks.append({"in all": peak_memory(partial(run, *part), device)})
     return peaks
@@ -195,14 +165,9 @@ def _count(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
         output, saved = saved_memory(forward, [*replica.parameters(), *replica.buffers()])
         if form != "DataParallel":
             saved += _saved_by_loss(criterion, output, y_shard)
-        held.append(
-            {
-                "parameters": _bytes_of(state),
-                "gradients": gradients + _bytes_of(output),
-                "outputs": _bytes_of(output),
-                "activations": saved,
-            }
-        )
+        n = _bytes_of(output)
+        own = {"gradients": gradients + n, "outputs": n, "activations": saved}
+        held.append({"parameters": _bytes_of(state), **own})
         outputs.append(output)
     if form == "DataParallel":
         whole = gather(outputs, devices[0])

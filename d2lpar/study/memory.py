@@ -1,8 +1,4 @@
-"""How much memory tensors take: at the peak of a computation, and saved for backward.
-
-On a GPU torch's allocator keeps count. On a CPU nothing does, so ``peak_memory`` looks at every
-operation and counts what it returns. Notebook 04 uses this file.
-"""
+"""How much memory tensors take: at the peak of a computation, and saved for backward."""
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -19,10 +15,9 @@ from ..devices import as_device, num_bytes
 def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
     """Call ``function`` and return by how many bytes the tensors on ``device`` grew at most.
 
-    On a GPU this is what its allocator reports. On a CPU it is counted: the storage of every tensor
-    that an operation of this thread, or of its backward pass, returns, until it is freed. Not seen
-    is what an operation uses inside, nor what the function lets other threads do: torch's dispatch
-    modes are per thread.
+    On a GPU its allocator reports this. On a CPU it is counted: the storage of every tensor that an
+    operation of this thread, or of its backward pass, returns, until it is freed. What an operation
+    uses inside is not seen, nor what other threads do: torch's dispatch modes are per thread.
     """
     device = as_device(device)
     if device.type == "cuda":
@@ -46,7 +41,7 @@ class _LiveTensors(TorchDispatchMode):
         self._known: dict[int, weakref.finalize] = {}  # by storage, also of those not counted
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Do the operation, then count the storages that are new."""
+        """Count the storages that an operation makes."""
         for tensor in tensors_of([args, kwargs or {}]):
             self._note(tensor, made_here=False)
         result = function(*args, **(kwargs or {}))
@@ -76,9 +71,7 @@ class _LiveTensors(TorchDispatchMode):
         return super().__exit__(*error)
 
 
-def saved_memory(
-    function: Callable[[], Any], without: Iterable[torch.Tensor] = ()
-) -> tuple[Any, int]:
+def saved_memory(function: Callable, without: Iterable[torch.Tensor] = ()) -> tuple[Any, int]:
     """Call ``function``; return its result, and the bytes that autograd saved for backward.
 
     A storage is counted once, and not at all if it is that of ``without`` or of the result.

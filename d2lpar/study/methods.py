@@ -1,8 +1,7 @@
 """The methods of this book side by side: one network, one batch, and a step of each method.
 
-What is exact is counted. Time is taken in turn, in another order in each round, within one launch:
-a disturbance of the machine then hits all methods alike, and the ratio within a round means
-something. Notebook 09 uses this file.
+Bytes are counted. Time is taken in turn, in another order in each round, within one launch: a
+disturbance of the machine then hits all methods alike. Notebook 09 uses this file.
 """
 
 import random
@@ -32,16 +31,9 @@ from ..tensor_parallel.layers import TensorParallelLeNet
 from .memory import peak_memory
 from .splits import profile
 
-METHODS = (
-    "one device",
-    "DataParallel",
-    "DDP",
-    "DDP, one bucket",  # apex's delay_allreduce
-    "torch's DDP",
-    "pipeline",
-    "tensor split",
-)
 ALONE = "one device", "DataParallel"  # in one process: rank 0 works, the others wait
+DATA = "DDP", "DDP, one bucket", "torch's DDP"  # the second is apex's delay_allreduce
+METHODS = (*ALONE, *DATA, "pipeline", "tensor split")
 EACH = "each rank alone"  # a control: with a free core for every rank as fast as one device
 MICROBATCHES = 4
 CAP_MB = 0.1  # of a bucket: LeNet has half a megabyte
@@ -76,16 +68,16 @@ def make(
 ) -> Method | None:
     """Return a method for LeNet, with the same weights every time; None on a rank without a part.
 
-    Called on all ranks of a ``launch``, of which a pipeline takes at most 4, LeNet's layers. ``X``
-    (n, 1, 28, 28) and ``y`` (n,) are the whole batch, equal on all ranks; n is a multiple of their
-    number, since DDP takes the mean over ranks. Forward passes compute in ``region``, or float32.
+    Called on all ranks of a ``launch``, at most 4 for a pipeline. ``X`` (n, 1, 28, 28) and ``y``
+    (n,) are the whole batch, equal on all ranks; n is a multiple of their number, since DDP takes
+    the mean over ranks. Forward passes compute in ``region``, or float32.
     """
     rank, k = dist.get_rank(), dist.get_world_size()
     if name in ALONE and rank:
         return None
     region = region or autocast(enabled=False)
     model = _wrap(name, lenet_layers(0.05, torch.Generator().manual_seed(0)), X, rank, k)
-    if "DDP" in name:
+    if name in DATA:
         X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
     if name == "pipeline":
         model.forward = region(model.forward)
@@ -118,7 +110,7 @@ def _wrap(name: str, layers: nn.Sequential, X: torch.Tensor, rank: int, k: int) 
         return DataParallel(layers, device_ids=["cpu"] * k)
     if name == "torch's DDP":
         return nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=CAP_MB)
-    if name in ("DDP", "DDP, one bucket"):
+    if name in DATA:
         return DistributedDataParallel(layers, bucket_cap_mb=CAP_MB if name == "DDP" else 1e6)
     return layers
 
@@ -135,18 +127,18 @@ def count_step(
     The first step makes the optimiser's state and the second, with torch's wrapper, other buckets:
     messages are those of the third. The peak is that of all three, and of making the method.
     """
-    method = ledger = None
+    if name in ALONE and dist.get_rank():
+        return None
 
     def train() -> None:
         nonlocal method, ledger
         method = make(name, X, y, region)
-        for _ in range(3 if method else 0):
+        for _ in range(3):
             with count_bytes() as ledger:
                 method.step()
 
+    method = ledger = None
     peak = peak_memory(train, "cpu")
-    if not method:
-        return None
     seen = name != "torch's DDP"
     sent, messages = (_busiest(n) if seen else None for n in (ledger.bytes, ledger.messages))
     state = [x for values in method.optimizer.state.values() for x in values.values()]
@@ -180,7 +172,7 @@ def time_in_turn(
     """Return the seconds of each step in each round, those of the slowest rank.
 
     Called on all ranks, with the same names in the same order; ranks begin each step together. None
-    stands for a step in which this rank has no part. ``seed`` is that of the order of the steps.
+    stands for a step in which this rank has no part. ``seed`` decides in which order steps run.
     """
     order, seconds = random.Random(seed), {name: [] for name in steps}
     for i in range(warm_up + rounds):
@@ -211,17 +203,12 @@ def ratios(seconds: dict[str, Sequence[float]], base: str) -> dict[str, tuple[fl
 
 
 def unrest(*quartiles: tuple[float, float, float]) -> str:
-    """Return a warning if the same work takes more than a fifth longer or shorter, else "".
-
-    Takes the quartiles of work that should be as fast as its base: one device again, and ``EACH``.
-    """
+    """Return a warning if quartiles of the same work are more than a fifth off, else ""."""
     low, high = min(q[0] for q in quartiles), max(q[2] for q in quartiles)
     if low >= 0.8 and high <= 1.25:
         return ""
-    return (
-        f"The same work is {low:.2f} to {high:.2f} times as fast as itself: the machine is busy, "
-        "or its cores share what they need. Distrust the times."
-    )
+    reason = "the machine is busy, or its cores share what they need. Distrust the times."
+    return f"The same work is {low:.2f} to {high:.2f} times as fast as itself: {reason}"
 
 
 # Eight GPUs, predicted

@@ -1,16 +1,13 @@
 """What a training step costs in each split of a network: bytes, messages, memory, time.
 
-``profile`` runs a network once and notes what every layer computes, holds and returns. From that
-``cost_of`` computes a step on ``num_devices`` devices, split by data, by layers (a pipeline) or
-inside layers. Notebook 07 compares them.
-
-The model is simple. A layer's backward pass takes twice the time of its forward pass, which is its
-floating-point operations through the device's speed. Messages cost what ``cost`` says, and all sums
+The model is simple. A layer's forward pass takes its floating-point operations divided by the
+device's speed, and its backward pass twice as long. Messages cost what ``cost`` says, and all sums
 are rings. Gradients travel while backward runs, and activations in a pipeline while stages work;
-the sums inside layers are waited for.
+the sums inside layers are waited for. Notebook 07 uses this file.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,11 +24,8 @@ from ..pipeline.partition import balance
 from ..pipeline.schedules import bubble, live_counts, one_f_one_b, predict
 
 SPLITS = ("one device", "data", "pipeline", "tensor")
-ATTENTION = {  # the CPU's kernel, which torch's counter does not know
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda q, k, v, *args, **kwargs: sdpa_flop_count(q, k, v)
-    )
-}
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch does not count it
+ATTENTION = {FLASH: lambda q, k, v, *args, **kwargs: sdpa_flop_count(q, k, v)}
 
 
 class Layer(NamedTuple):
@@ -75,15 +69,13 @@ def profile(model: nn.Sequential, X: torch.Tensor) -> list[Layer]:
     It is a forward pass in the mode that the model is in: BatchNorm's statistics may change.
     """
     watch, layers = _Watch(model), []
-    hooks = [part.register_forward_pre_hook(watch.enter) for part in model.modules()]
-    try:
+    with ExitStack() as hooks:
+        for part in model.modules():
+            hooks.enter_context(part.register_forward_pre_hook(watch.enter))
         for layer in model:
             needs, output = watch.run(layer, X)
             layers.append(needs)
             X = output.detach().requires_grad_(output.is_floating_point())
-    finally:
-        for hook in hooks:
-            hook.remove()
     return layers
 
 
@@ -195,9 +187,8 @@ def _pipeline(layers, n, k, machine, m) -> tuple:
 def _tensor(layers, n, k, machine) -> tuple:
     flops, parameters, saved = _add_up(layers, k)
     sizes = [size for layer in layers for size in layer.forward_sums + layer.backward_sums]
-    sums = [
-        closed_form(ring, k, 4 * round(n * size / 4), machine.alpha, machine.beta) for size in sizes
-    ]
+    nbytes = [4 * round(n * size / 4) for size in sizes]
+    sums = [closed_form(ring, k, size, machine.alpha, machine.beta) for size in nbytes]
     waits = sum(cost.seconds for cost in sums)
     seconds = 3 * n * flops / machine.flops + waits
     memory = round(2 * parameters + n * saved)

@@ -1,23 +1,25 @@
-"""Schedules show who sends what; bars stand where their times are."""
+"""Schedules show who sends what; bars stand where their times are; images are their pixels."""
 
+import base64
+import io
 import re
 
+import numpy as np
 import pytest
-import text_layout
-from text_layout import SVG, elements, texts
+import torch
+from helpers import SCHEDULES
+from PIL import Image
+from text_layout import SVG, complaints, elements, texts
 
 from d2lpar import gpipe, one_f_one_b, plot, sequential
-from d2lpar.collectives import schedules
-from d2lpar.collectives.schedules import halving_doubling, holdings, ring, star, tree_broadcast
+from d2lpar.collectives import direct, halving_doubling, holdings, ring, star, tree_broadcast
 from d2lpar.pipeline.schedules import Span, live_counts, predict
 from d2lpar.plot.drawings import _Panel
 from d2lpar.plot.picture import DARK_GREY, GREY, PALETTE, WIDTH
 
-ALL = [star, ring, schedules.tree, schedules.direct, halving_doubling, schedules.recursive_doubling]
 
-
-def legible(picture):
-    return list(text_layout.complaints(picture.svg)) == []
+def legible(*pictures):
+    return not [words for picture in pictures for words in complaints(picture.svg)]
 
 
 def count(picture, **attributes):
@@ -25,28 +27,21 @@ def count(picture, **attributes):
     return sum(path.get("d").count("M") for path in elements(picture, "path", **attributes))
 
 
-def arrows(picture):
-    """(solid, dashed): the curves of all arrows."""
-    curves = {True: 0, False: 0}
-    for path in elements(picture, "path"):
-        curves[path.get("stroke-dasharray") is None] += path.get("d").count("Q")
-    return curves[True], curves[False]
-
-
-@pytest.mark.parametrize("schedule", ALL)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_schedule_is_drawn_with_an_arrow_a_move_and_a_frame_a_sum(schedule):
-    for k in range(2, 9):
+    for k in (2, 3, 4, 5, 8):
         picture = plot.schedule(schedule, k)
         moves = [move for step in schedule(k) for move in step]
         added = sum(move.reduce for move in moves)
-        assert arrows(picture) == (added, len(moves) - added)
+        frames = count(picture, fill="none", stroke_width="1.75")
+        dashed = count(picture, fill="none", stroke_dasharray="4 3")
+        assert count(picture, fill="none") - frames - dashed == added == len(moves) - dashed
         cells = [c for state in holdings(schedule(k), k) for device in state for c in device]
         assert count(picture, fill=GREY) == len(cells)
         for i in range(k):
             rows = count(picture, stroke=PALETTE[i], stroke_width=f"{36 // k}")
             assert rows == sum(i in contributors for contributors in cells)
-        whole = sum(held == tuple(range(k)) for held in cells)
-        assert count(picture, fill="none", stroke_width="1.75") == whole
+        assert frames == sum(held == tuple(range(k)) for held in cells)
         titles = [text for text in texts(picture) if text.startswith("step ")]
         assert titles == [f"step {i + 1}" for i in range(len(schedule(k)))]
         assert legible(picture), k
@@ -68,20 +63,15 @@ def test_the_alternative_text_of_a_schedule_tells_its_steps():
     alt = plot.schedule(ring, 3).alt
     assert alt.startswith(
         "ring(3): 3 devices, 4 steps, the tensor in 3 chunks. Step 1: 0 to 1: chunk 2, 1 to 2: "
-        "chunk 0, 2 to 0: chunk 1, added; 0 of 9 sums are whole. Step 2: 0 to 1: chunk 1, 1 to 2: "
-        "chunk 2, 2 to 0: chunk 0, added; 3 of 9 sums are whole. Step 3:"
+        "chunk 0, 2 to 0: chunk 1, added; 0 of 9 sums are whole. Step 2:"
     )
     assert alt.endswith("copied; 9 of 9 sums are whole.")
-    assert "56 messages, added; 8 of 64" in plot.schedule(schedules.direct, 8).alt
+    assert "56 messages, added; 8 of 64" in plot.schedule(direct, 8).alt
     assert "Step 1: 1 to 0: all, 2 to 0: all, added; 1 of 3" in plot.schedule(star, 3).alt
     assert "0 to 2: chunk 2-3" in plot.schedule(halving_doubling, 4).alt
-
-
-def test_a_broken_ring_can_be_seen_and_a_broadcast_is_drawn_too():
-    broken = plot.schedule(lambda k: ring(k)[:-1], 4, title="broken")
-    assert "16 of 16 sums" not in broken.alt and "12 of 16 sums" in broken.alt
-    assert count(plot.schedule(ring, 4), stroke_width="1.75") > count(broken, stroke_width="1.75")
-    assert arrows(plot.schedule(tree_broadcast, 5)) == (0, 4)
+    broken = plot.schedule(lambda k: ring(k)[:-1], 4, title="broken").alt
+    assert "16 of 16 sums" not in broken and "12 of 16 sums" in broken
+    assert "0 to 4: all, copied" in plot.schedule(tree_broadcast, 5).alt  # this is no allreduce
 
 
 # Timelines and pipelines
@@ -128,11 +118,9 @@ def test_bars_of_a_timeline_stand_where_their_times_are_a_lane_a_row_and_a_kind_
     assert [time(x) for x, *_ in drawn] == near(0, 4, 6, 1, 9)
     assert [time(x + width) for x, _, width, *_ in drawn[:4]] == near(4, 10, 7.5, 9)
     assert drawn[4][2] == 2  # a span without length can be seen
-    assert max(x + width for x, _, width, *_ in drawn) < WIDTH
-    y = {text.text: float(text.get("y")) for text in elements(picture, "text")}
-    rows = [y[lane] for lane in dict.fromkeys(lane for lane, *_ in STEP)]
-    assert rows == sorted(set(rows)) and len(rows) == 4
-    assert [y + 10 + 4 for _, y, *_ in drawn] == [rows[i] for i in (0, 0, 1, 2, 3)]
+    rows = {text.text: float(text.get("y")) for text in elements(picture, "text")}
+    assert [y + 10 + 4 for _, y, *_ in drawn] == [rows[lane] for lane, *_ in STEP]
+    assert len({y for _, y, *_ in drawn}) == 4
     compute, send = PALETTE[:2]
     assert [colour for *_, colour, _ in drawn] == [compute, compute, send, compute, send]
     assert drawn[2][-1] == "bucket 0: 6 ms to 7.5 ms"
@@ -146,24 +134,17 @@ def test_bars_of_a_timeline_stand_where_their_times_are_a_lane_a_row_and_a_kind_
 
 def test_many_lanes_and_long_names_have_room_for_their_words_and_numbers():
     many = plot.timeline([(f"rank {i}", "x", i, i + 1) for i in range(40)])
-    rows = [y for _, y, *_ in bars(many)]
-    assert rows == sorted(set(rows)) and bars(many)[8][3] == PALETTE[0]  # round again
+    assert bars(many)[8][3] == PALETTE[0]  # round again
     long = plot.timeline([("x" * 120, "b", 0, 1)])
     [(x, _, width, *_)] = bars(long)
     assert x > 120 * 6 and width > 300
     spans = [(f"{w} MWM", 0.1 * i, 0.1 * i + 0.03 * w) for i in range(9) for w in range(1, 4)]
     full = plot.timeline([(f"rank {i % 3}: {'wait ' * i}", *span) for i, span in enumerate(spans)])
-    assert legible(many) and legible(long) and legible(full)
-
-
-def test_the_axis_has_a_few_round_ticks():
-    for total in [m * 10.0**e for e in range(-7, 4) for m in (1, 1.3, 2, 4, 9.9)]:
+    assert legible(many, long, full)
+    for total in (1e-7, 0.013, 2.0, 9900.0):
         found = list(ticks(plot.timeline([("a", "b", 3.0, 3.0 + total)])))
-        assert 4 <= len(found) <= 8 and found[0] == 0, total
-        step = found[1]
-        assert found == pytest.approx([i * step for i in range(len(found))])
-        assert f"{step:e}"[:8] in ("1.000000", "2.000000", "5.000000")
-        assert 1000 * total - step < found[-1] <= 1000 * total * (1 + 1e-6)
+        assert 4 <= len(found) <= 8 and found[0] == 0
+        assert found[-1] <= 1000 * total * (1 + 1e-6) < found[-1] + found[1]
 
 
 @pytest.mark.parametrize("schedule, idle", [(sequential, 75), (gpipe, 27), (one_f_one_b, 27)])
@@ -179,9 +160,9 @@ def test_a_pipeline_has_a_bar_for_each_action_where_its_time_is(schedule, idle):
     assert list(rows.values()) == sorted(rows.values(), key=min)  # from stage 0 down
     assert len(set.union(*rows.values())) == 8 == len(rows)  # backward is lower than forward
     peaks = [str(max(counts)) for counts in live_counts(spans).values()]
-    words, end = texts(picture), max(span.end for span in spans)
-    assert {f"{end:g}, {idle} % idle", *(f"stage {stage}" for stage in range(4))} <= set(words)
-    assert [f"keeps {n}" for n in peaks] == [word for word in words if word.startswith("keeps ")]
+    end = max(span.end for span in spans)
+    assert f"{end:g}, {idle} % idle" in texts(picture)
+    assert [f"keeps {n}" for n in peaks] == [t for t in texts(picture) if t.startswith("keeps ")]
     assert picture.alt == (
         f"All stages. 4 stages, {end:g}, {idle} % idle; they keep the activations of up to "
         f"{', '.join(peaks)} micro-batches."
@@ -191,9 +172,9 @@ def test_a_pipeline_has_a_bar_for_each_action_where_its_time_is(schedule, idle):
 
 
 def test_what_is_kept_rises_as_a_forward_starts_and_falls_as_a_backward_ends():
-    actions = [("forward", 0, 0, 1), ("forward", 1, 2, 3), ("backward", 1, 4, 6)]
-    actions.append(("backward", 0, 8, 10))
-    picture = plot.pipeline([Span(0, m, kind, a, b) for kind, m, a, b in actions])
+    spans = [Span(0, 0, "forward", 0, 1), Span(0, 1, "forward", 2, 3)]
+    spans += [Span(0, 1, "backward", 4, 6), Span(0, 0, "backward", 8, 10)]
+    picture = plot.pipeline(spans)
     [strip] = elements(picture, "path", fill=DARK_GREY)
     ground = float(re.match(r"M\S+ ([\d.]+)", strip.get("d"))[1])
     steps = [tuple(map(float, s)) for s in re.findall(r"H([\d.]+)V([\d.]+)", strip.get("d"))]
@@ -203,17 +184,13 @@ def test_what_is_kept_rises_as_a_forward_starts_and_falls_as_a_backward_ends():
 
 
 def test_several_panels_share_one_scale():
-    panels = {"short": predict(gpipe(2, 2)), "long": predict(gpipe(2, 8))}
-    picture = plot.pipeline(panels, title="Both")
+    picture = plot.pipeline({"short": predict(gpipe(2, 2)), "long": predict(gpipe(2, 8))}, "Both")
     drawn = bars(picture)
     assert WIDTH - 100 < max(x + width for x, _, width, *_ in drawn) < WIDTH - 60
     widths = [width for _, _, width, colour, _ in drawn if colour == PALETTE[0]]
     assert len(widths) == 2 * (2 + 8) and min(widths) == pytest.approx(max(widths), abs=0.01)
-    assert picture.alt == (
-        "Both. short: 2 stages, 9, 33 % idle; they keep the activations of up to 2, 2 "
-        "micro-batches. long: 2 stages, 27, 11 % idle; they keep the activations of up to 8, 8 "
-        "micro-batches."
-    )
+    assert " short: 2 stages, 9, 33 % idle; they" in picture.alt
+    assert " long: 2 stages, 27, 11 % idle; they" in picture.alt
     assert legible(picture) and max(y for _, y, *_ in drawn[:8]) < drawn[8][1]
 
 
@@ -225,6 +202,23 @@ def test_a_pipeline_in_seconds_tells_ms_and_shows_one_rank_or_no_length_at_all()
     own = [span for span in predict(gpipe(2, 3)) if span.stage == 1]
     assert "keep the activations of up to 0, 3 micro-batches" in plot.pipeline(own).alt
     assert len(bars(plot.pipeline(predict(gpipe(2, 3), 0, 0)))) == 12
+
+
+def test_images_are_pixels_in_rows_with_titles_where_0_is_white():
+    X = torch.rand(10, 1, 28, 28)
+    X[3, 0, 0, :3] = torch.tensor([0.0, 0.25, 1.0])
+    picture = plot.images(X, titles=[f"title {i}" for i in range(10)], columns=4)
+    assert texts(picture) == [f"title {i}" for i in range(10)]
+    assert plot.images(X[:, 0], columns=4).svg == plot.images(X, columns=4).svg
+    drawn = elements(picture, "image")
+    png = drawn[3].get("{http://www.w3.org/1999/xlink}href").partition(",")[2]
+    pixels = np.array(Image.open(io.BytesIO(base64.b64decode(png))))
+    assert pixels.shape == (28, 28) and pixels[0, :3].tolist() == [255, 191, 0]
+    for i, (image, title) in enumerate(zip(drawn, elements(picture, "text"), strict=True)):
+        x, y, width = (float(image.get(name)) for name in ("x", "y", "width"))
+        assert (x // 190, y // 210) == (i % 4, i // 4)
+        assert x + width / 2 == float(title.get("x"))
+        assert 0 < y - float(title.get("y")) < 12  # it stands above
 
 
 @pytest.mark.parametrize(
@@ -239,6 +233,8 @@ def test_a_pipeline_in_seconds_tells_ms_and_shows_one_rank_or_no_length_at_all()
         (lambda: plot.pipeline({}), "no spans to draw"),
         (lambda: plot.pipeline({"a": [], "b": predict(gpipe(1, 1))}), "no spans to draw"),
         (lambda: plot.pipeline(predict(gpipe(1, 1)), unit="ms"), "unit is 'ms'"),
+        (lambda: plot.images(torch.rand(3, 1, 28, 28), ["a"]), "3 images and 1 titles"),
+        (lambda: plot.images(torch.rand(0, 1, 28, 28)), "0 images"),
     ],
 )
 def test_what_cannot_be_drawn_is_an_error(call, message):

@@ -4,17 +4,16 @@ import base64
 import io
 import subprocess
 import sys
-import types
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import pytest
-import text_layout
 import torch
 from matplotlib.colors import to_hex
 from PIL import Image
-from text_layout import SVG, elements, texts
+from text_layout import SVG, complaints, elements, texts
 
 from d2lpar import plot
 from d2lpar.collectives.schedules import ring, tree
@@ -25,14 +24,13 @@ from d2lpar.study.iteration import Step
 
 ROOT = Path(__file__).parents[2]
 FIXED = sorted((ROOT / "notebooks" / "img").glob("*.svg"))
-HISTORY = {"loss": [2.0, 1.0], "accuracy": [0.1, 0.5], "seconds": [1, 2], "num_epochs": 9}
 WORDS = """a < b & "c" > 'd' $x$"""
 LONG = f"{WORDS} on 64 threads of Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz, torch 2.13.0"
 
 
 def board():
-    board = plot.Board(WORDS)
-    board(types.SimpleNamespace(**HISTORY, devices=WORDS, hardware=WORDS))
+    board, history = plot.Board(WORDS), dict.fromkeys(("loss", "accuracy", "seconds"), (2.0, 1.0))
+    board(SimpleNamespace(**history, num_epochs=9, devices=WORDS, hardware=WORDS))
     return board.picture
 
 
@@ -58,7 +56,7 @@ def test_a_picture_is_xml_with_an_alternative_text_and_a_png_and_the_same_bytes_
     assert root.get("aria-label") == root.find(SVG + "title").text == picture.alt == repr(picture)
     assert len(picture.alt) > 8
     assert draw().svg == picture.svg
-    assert list(text_layout.complaints(picture.svg)) == []
+    assert list(complaints(picture.svg)) == []
     ground = root.find(SVG + "rect")  # for dark pages
     assert ground.get("fill") == "#FFF" and ground.get("width") == "100%"
     assert "<style" not in picture.svg  # it would change the other pictures of a page
@@ -97,7 +95,7 @@ def test_save_writes_the_svg_and_the_readme_shows_what_the_code_draws(tmp_path):
 @pytest.mark.parametrize("path", FIXED, ids=lambda path: path.stem)
 def test_the_fixed_drawings_are_legible_and_shown_with_their_alternative_text(path):
     svg = path.read_text("utf-8")
-    assert list(text_layout.complaints(svg)) == []
+    assert list(complaints(svg)) == []
     root = ET.fromstring(svg)
     assert root.find(SVG + "rect").get("fill") == "#FFF" and len(root.get("aria-label")) > 99
     shown = "".join(p.read_text("utf-8") for p in (ROOT / "notebooks").glob("*.ipynb"))
@@ -124,19 +122,19 @@ def test_the_fixed_drawing_of_number_formats_says_what_torch_says():
 )
 def test_a_text_without_room_is_seen(body, complaint):
     svg = Picture.around(body, 100, 100, "words").svg
-    [found] = text_layout.complaints(svg)
+    [found] = complaints(svg)
     assert complaint in found
-    assert list(text_layout.complaints(svg.replace("<text", '<text font-size="5"'))) == []
+    assert list(complaints(svg.replace("<text", '<text font-size="5"'))) == []
 
 
 def test_the_palette_stands_out_from_white_and_tells_neighbours_apart():
+    colours = [list(bytes.fromhex(c[1:])) for c in (*PALETTE, picture.DARK_GREY)]
+    linear = (torch.tensor(colours) / 255).add(0.055).div(1.055).pow(2.4)  # but for the darkest
+    luminance = linear @ torch.tensor([0.2126, 0.7152, 0.0722])
+    assert (1.05 / (luminance + 0.05) >= 3).all()  # WCAG, for graphics
     # what a person without red or without green cones sees (Machado et al., 2009)
     protan = [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]
     deutan = [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]
-    hexes = torch.tensor([list(bytes.fromhex(c[1:])) for c in (*PALETTE, picture.DARK_GREY)]) / 255
-    linear = torch.where(hexes <= 0.04045, hexes / 12.92, ((hexes + 0.055) / 1.055) ** 2.4)
-    luminance = linear @ torch.tensor([0.2126, 0.7152, 0.0722])
-    assert (1.05 / (luminance + 0.05) >= 3).all()  # WCAG, for graphics
     for matrix in (protan, deutan):
         seen = linear[:-1] @ torch.tensor(matrix).T
         assert (seen.diff(dim=0).abs().amax(dim=1) > 0.1).all()
@@ -146,13 +144,13 @@ def test_a_schedule_has_one_colour_in_every_picture():
     colour = picture.SCHEDULES["ring"]
     assert len(set(picture.SCHEDULES.values())) == len(picture.SCHEDULES)
     assert elements(plot.schedule(ring, 4), "path", stroke=colour, stroke_width="3")
-    one = {"a": ([1], [2]), "b": ([1], [5]), "dist.all_reduce": ([1], [3]), "ring": ([1], [4])}
-    for names in (list(one), list(one)[::-1]):
-        drawn = plot.curves({name: one[name] for name in names}, "x", "y").figure.axes[0].lines
+    names = ["a", "b", "dist.all_reduce", "ring"]
+    for order in (names, names[::-1]):
+        drawn = plot.curves({name: ([1], [2]) for name in order}, "x", "y").figure.axes[0].lines
         colours = {line.get_label(): line.get_color() for line in drawn}
         assert colours["ring"] == colour and len(set(colours.values())) == 4
         assert colours["dist.all_reduce"] == picture.SCHEDULES["all_reduce"]
-    assert picture.colours_of(["ring", "x", "ring, over gloo"])[::2] == [colour, colour]
+    assert picture.colour_of("ring, over gloo") == colour
     bars = plot.bars({"a": 1, "ring": 2}).figure.axes[0].patches
     links = plot.links({"star": {(0, 1): 1}, "ring": {(0, 1): 1}}).figure.axes[1].patches
     for patch in (bars[1], links[0]):
@@ -168,28 +166,21 @@ def test_nothing_is_imported_or_left_open_and_a_picture_shows_itself_in_a_notebo
         "assert not {'matplotlib.pyplot', 'IPython'} & set(sys.modules)\n"
         "from IPython.testing.globalipapp import start_ipython\n"
         "show = start_ipython().display_formatter.format\n"
-        "data, metadata = show(plot.bars({'a': 1}))\n"
-        "assert data['image/svg+xml'].startswith('<svg'), data\n"
-        "assert data['image/png'].startswith('iVBO'), data\n"
-        "assert metadata['image/png'] == {'alt': data['text/plain'], 'width': 760}, metadata\n"
+        "assert set(show(plot.bars({'a': 1}))[0]) == {'image/svg+xml', 'image/png', 'text/plain'}\n"
         "live, _ = show(plot.bars({'a': 1}), exclude=('image/png',))\n"
         "assert set(live) == {'image/svg+xml', 'text/plain'}, live\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
-def test_a_picture_does_not_depend_on_the_users_settings():
+def test_a_chart_ignores_the_users_settings_and_gives_its_figure_to_restyle_and_save(tmp_path):
     before = PICTURES["curves"]().svg
     with matplotlib.rc_context({"font.size": 30, "axes.grid": True, "svg.fonttype": "path"}):
         assert PICTURES["curves"]().svg == before
-
-
-@pytest.mark.parametrize("name", ["curves", "bars", "stacks", "links"])
-def test_a_chart_gives_its_figure_to_restyle_and_save(name, tmp_path):
-    picture = PICTURES[name]()
-    picture.figure.axes[0].set_title("Mine", loc="left")
-    picture.figure.savefig(tmp_path / "chart.pdf")
-    picture.figure.savefig(tmp_path / "chart.svg", metadata={"Date": None})
-    assert (tmp_path / "chart.pdf").read_bytes().startswith(b"%PDF")
-    assert "Mine" in (tmp_path / "chart.svg").read_text() and "Mine" not in texts(picture)
-    assert PICTURES["schedule"]().figure is None
+    for name in ("curves", "bars", "stacks", "links"):
+        picture = PICTURES[name]()
+        picture.figure.axes[0].set_title("Mine", loc="left")
+        picture.figure.savefig(tmp_path / "chart.pdf")
+        picture.figure.savefig(tmp_path / "chart.svg", metadata={"Date": None})
+        assert (tmp_path / "chart.pdf").read_bytes().startswith(b"%PDF")
+        assert "Mine" in (tmp_path / "chart.svg").read_text() and "Mine" not in texts(picture)
