@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from d2lpar import ranks
+from d2lpar.pipeline.schedules import gpipe, one_f_one_b, sequential
 from d2lpar.ranks.launcher import launch
 
 LIMIT = 60  # seconds for a launch that takes less than one
 MEAN = 1.5
+PIPELINES = sequential, gpipe, one_f_one_b
 SOON = 8.0  # seconds for a call that takes milliseconds on a machine that is not busy
 
 both_ways = pytest.mark.parametrize("way", ["lanes", "messages"])
@@ -101,6 +103,14 @@ def gradient(module):
     return next(module.parameters()).grad.item()
 
 
+class NeedsRows(nn.Module):
+    """The identity, which must not be called without rows."""
+
+    def forward(self, X):
+        assert len(X), "it was called without rows"
+        return X
+
+
 def breaks(layer):
     """Let backward break off behind a layer, by a ZeroDivisionError."""
     return layer.register_forward_hook(
@@ -115,6 +125,7 @@ def on_ranks(world_size, checks):
 
     @pytest.mark.parametrize("name", by_name)
     def test(name):
-        assert [of_rank[name] for of_rank in found()] == [("ok", None)] * world_size
+        outcomes = [of_rank[name] for of_rank in found()]
+        assert outcomes == [("ok", None)] * world_size, outcomes
 
     return test

@@ -182,7 +182,7 @@ def the_mlp_has_one_allreduce_each_way_and_lenet_two(rank, world_size):
             output.sum().backward()
         ledgers = forward, backward
         sent = [(sum(each.bytes.values()), sum(each.messages.values())) for each in ledgers]
-        assert sent == expected
+        assert sent == expected, sent
 
 
 test_traffic = on_ranks(2, [the_mlp_has_one_allreduce_each_way_and_lenet_two])
