@@ -3,8 +3,8 @@
 In ``SplitModel`` only one device works at a time. ``Pipeline`` follows a schedule, so that devices
 can work at the same time: on GPUs, whose calls return at once. There all work is in the default
 streams, so a copy between two GPUs waits for what is queued on both; torchgpipe gives copies their
-own streams. Notebook 06 builds this file. Source: Huang et al., GPipe (2019), and Kim et al.,
-"torchgpipe" (2020).
+own streams. Not run on a GPU. Notebook 06 builds this file. Source: Huang et al., GPipe (2019), and
+Kim et al., "torchgpipe" (2020).
 """
 
 import time
