@@ -111,6 +111,28 @@ class NeedsRows(nn.Module):
         return X
 
 
+WIDTHS = 6, 8, 7, 9, 5  # of the model that the pipelines' tests cut
+
+
+def batch(rows=7, seed=0):
+    """Inputs and targets for ``mlp(*WIDTHS)``."""
+    return randn(rows, 6, seed=seed), randn(rows, 5, seed=10 + seed)
+
+
+def frozen():
+    """``mlp(*WIDTHS)``, to whose first layers no gradient is sent."""
+    model = mlp(*WIDTHS)
+    model[:3].requires_grad_(False)
+    return model
+
+
+def of_tokens():
+    """A model of three whole numbers, 0 to 10."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(11, 6), nn.Flatten(), nn.Linear(18, 7), nn.Tanh(), nn.Linear(7, 5)
+    return nn.Sequential(*layers).double()
+
+
 def breaks(layer):
     """Let backward break off behind a layer, by a ZeroDivisionError."""
     return layer.register_forward_hook(

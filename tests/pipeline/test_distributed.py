@@ -12,13 +12,17 @@ from helpers import (
     LIMIT,
     PIPELINES,
     SOON,
+    WIDTHS,
     NeedsRows,
     attempt,
+    batch,
     both_ways,
     close,
+    frozen,
     grads,
     loss_and_grads,
     mlp,
+    of_tokens,
     on_ranks,
     randn,
     take,
@@ -31,12 +35,7 @@ from d2lpar.ranks.launcher import launch
 from d2lpar.ranks.point_to_point import HEADER
 
 MSE = nn.MSELoss()
-WIDTHS = 6, 8, 7, 9, 5
 HEADERS = 3 * HEADER.size  # bytes, of three messages
-
-
-def batch(rows=7, seed=0):
-    return randn(rows, 6, seed=seed), randn(rows, 5, seed=10 + seed)
 
 
 X, Y = batch()
@@ -66,18 +65,6 @@ def assert_trains(pipeline, rank, k, rows=7):
 # What the ranks train is what one process would train.
 
 
-def frozen():
-    model = mlp(*WIDTHS)
-    model[:3].requires_grad_(False)
-    return [model[:3], model[3:5], model[5:]]
-
-
-def tokens():
-    torch.manual_seed(0)
-    embedding = nn.Embedding(11, 6), nn.Flatten(), nn.Linear(18, 7)
-    return cut(nn.Sequential(*embedding, nn.Tanh(), nn.Linear(7, 5)).double(), 3)
-
-
 def needs_rows():
     return [stage.append(NeedsRows()) for stage in cut(mlp(*WIDTHS), 3)]
 
@@ -95,8 +82,8 @@ WEIGHTED = nn.CrossEntropyLoss(weight=randn(5).abs(), ignore_index=1)
 ALL = {(0, 1), (1, 0), (1, 2), (2, 1)}
 CASES = [  # stages, criterion, batches, micro-batches, options, links that are used
     (lambda: cut(mlp(*WIDTHS), 3), MSE, [batch(7), batch(9, 1), batch(4, 2)], 4, {}, ALL),
-    (frozen, MSE, [batch()], 3, {}, ALL - {(1, 0)}),
-    (tokens, WEIGHTED, [(X_TOKENS, IGNORED)], 3, {}, ALL),
+    (lambda: cut(frozen(), 3), MSE, [batch()], 3, {}, ALL - {(1, 0)}),
+    (lambda: cut(of_tokens(), 3), WEIGHTED, [(X_TOKENS, IGNORED)], 3, {}, ALL),
     (needs_rows, MSE, [batch(3), batch(7), batch(1)], 5, {}, ALL),
     (dropping, MSE, [batch()], 2, {"recompute": True}, ALL),
 ]

@@ -5,7 +5,20 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import PIPELINES, NeedsRows, close, distance, grads, loss_and_grads, mlp, randn
+from helpers import (
+    PIPELINES,
+    WIDTHS,
+    NeedsRows,
+    batch,
+    close,
+    distance,
+    frozen,
+    grads,
+    loss_and_grads,
+    mlp,
+    of_tokens,
+    randn,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -15,7 +28,6 @@ from d2lpar import Pipeline, SplitModel, count_bytes, cut, gpipe, one_f_one_b, s
 from d2lpar.pipeline.schedules import Action
 from d2lpar.study.memory import peak_memory
 
-WIDTHS = 6, 8, 7, 9, 5
 W = torch.tensor([0.5, 2.0, 0.25, 1.0, 3.0], dtype=torch.float64)
 
 
@@ -30,10 +42,6 @@ def one_thread():
 
 def labels(n):
     return torch.randint(5, (n,), generator=torch.Generator().manual_seed(3))
-
-
-def batch(rows=7, seed=0):
-    return randn(rows, 6, seed=seed), randn(rows, 5, seed=10 + seed)
 
 
 X, Y = batch()
@@ -134,22 +142,11 @@ def test_batch_norm_sees_a_micro_batch_at_a_time(recompute):
     assert torch.equal(pipeline.eval()(X[:1]), whole.eval()(X[:1]))  # of fewer rows than parts
 
 
-def frozen_at_first():
-    model = mlp(*WIDTHS)
-    model[:3].requires_grad_(False)
-    return model
-
-
-def of_tokens():
-    layers = nn.Embedding(5, 6), nn.Flatten(), nn.Linear(18, 7), nn.Tanh(), nn.Linear(7, 5)
-    return nn.Sequential(*layers).double()
-
-
 THERE, BACK = {(0, 1), (1, 2)}, {(1, 0), (2, 1)}
 MODELS = [  # inputs, links that are used
     (lambda: nn.Sequential(nn.ReLU(inplace=True), *mlp(*WIDTHS)), X, THERE | BACK),
     (lambda: nn.Sequential(mlp(6, 5), nn.Flatten(), nn.ReLU(inplace=True)), X, THERE | BACK),
-    (frozen_at_first, X, THERE | {(2, 1)}),
+    (frozen, X, THERE | {(2, 1)}),
     (of_tokens, labels(21).reshape(7, 3), THERE | BACK),
 ]
 
