@@ -11,12 +11,14 @@ from torch import nn
 
 from d2lpar import ranks
 from d2lpar.collectives import schedules
+from d2lpar.pipeline.schedules import gpipe, one_f_one_b, sequential
 from d2lpar.ranks.launcher import launch
 
 SCHEDULES = [schedules.star, schedules.ring, schedules.tree, schedules.direct]
 SCHEDULES += [schedules.halving_doubling, schedules.recursive_doubling]
 LIMIT = 60  # seconds for a launch that takes less than one
 MEAN = 1.5
+PIPELINES = sequential, gpipe, one_f_one_b
 SOON = 8.0  # seconds for a call that takes milliseconds on a machine that is not busy
 
 both_ways = pytest.mark.parametrize("way", ["lanes", "messages"])
@@ -104,6 +106,36 @@ def gradient(module):
     return next(module.parameters()).grad.item()
 
 
+class NeedsRows(nn.Module):
+    """The identity, which must not be called without rows."""
+
+    def forward(self, X):
+        assert len(X), "it was called without rows"
+        return X
+
+
+WIDTHS = 6, 8, 7, 9, 5  # of the model that the pipelines' tests cut
+
+
+def batch(rows=7, seed=0):
+    """Inputs and targets for ``mlp(*WIDTHS)``."""
+    return randn(rows, 6, seed=seed), randn(rows, 5, seed=10 + seed)
+
+
+def frozen():
+    """``mlp(*WIDTHS)``, to whose first layers no gradient is sent."""
+    model = mlp(*WIDTHS)
+    model[:3].requires_grad_(False)
+    return model
+
+
+def of_tokens():
+    """A model of three whole numbers, 0 to 10."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(11, 6), nn.Flatten(), nn.Linear(18, 7), nn.Tanh(), nn.Linear(7, 5)
+    return nn.Sequential(*layers).double()
+
+
 def breaks(layer):
     """Let backward break off behind a layer, by a ZeroDivisionError."""
     return layer.register_forward_hook(
@@ -118,6 +150,7 @@ def on_ranks(world_size, checks):
 
     @pytest.mark.parametrize("name", by_name)
     def test(name):
-        assert [of_rank[name] for of_rank in found()] == [("ok", None)] * world_size
+        outcomes = [of_rank[name] for of_rank in found()]
+        assert outcomes == [("ok", None)] * world_size, outcomes
 
     return test

@@ -1,8 +1,7 @@
 """Autocast: inside a region, each of torch's functions chooses the precision it computes in.
 
 Products of matrices are computed in 16 bits, where processors are fast; losses, and what has a
-large range, in float32; a few functions in the widest type that they are given. All others compute
-in the type of their arguments. The lists are torch's own. Notebook 08 uses this file. Sources:
+large range, in float32. The lists are torch's own. Notebook 08 uses this file. Sources:
 Micikevicius et al., "Mixed Precision Training" (ICLR 2018), and ``torch.autocast``.
 """
 
@@ -21,7 +20,7 @@ LOW_DTYPES = torch.float16, torch.bfloat16
 
 
 class Lists(NamedTuple):
-    """Names of functions, by the precision in which they compute."""
+    """Names of functions, by the precision in which they compute; others keep their arguments'."""
 
     low: frozenset[str]  # the region's 16 bits
     full: frozenset[str]  # float32
@@ -120,27 +119,25 @@ class autocast(TorchFunctionMode):
     A context manager, or a decorator of a function. On a CPU, functions in the lists compute what
     they compute under ``torch.autocast``, to the last bit, gradients included. Only tensors of
     ``device_type`` are cast, and of those neither float64 nor integers. A float32 weight (a leaf
-    that requires gradients) is cast once, however often it is used, and its cast is forgotten at
-    the end of the outermost region: end it before ``backward``. Calls with ``out=`` and functions
-    that work in place cast nothing.
+    that requires gradients) is cast once, and its cast is forgotten at the end of the outermost
+    region: end it before ``backward``. Calls with ``out=`` and functions that work in place cast
+    nothing.
 
     A function mode sees the functions that Python calls, but not what those call inside. So
     ``nn.MultiheadAttention``, the recurrent layers, ``nn.Bilinear`` and others compute in float32,
     with a warning; a scripted or compiled function may not be seen at all. ``einsum`` and
-    ``tensordot`` round all their arguments, and torch what they hand to a product inside; ``F.pad``
-    that reflects or replicates leaves 16 bits on a CPU, where torch widens. What asks
-    ``torch.is_autocast_enabled``, such as ``torch.amp.custom_fwd``, is told no. Recomputation by
+    ``tensordot`` round all their arguments; ``F.pad`` that reflects or replicates leaves 16 bits on
+    a CPU, where torch widens. ``torch.is_autocast_enabled`` says no. Recomputation by
     ``torch.utils.checkpoint`` needs ``use_reentrant=False`` and the region in its ``context_fn``.
 
     Args:
         device_type: "cpu" or "cuda", which differ in their lists.
         dtype: torch.float16 or torch.bfloat16; None: as in the region around, or else bfloat16 on
-            CPUs, float16 on GPUs. With another type nothing is cast, and a warning says so.
+            CPUs, float16 on GPUs. Another type disables the region, with a warning.
         enabled: False: nothing is cast inside, also within another region.
         cache_enabled: whether casts of weights are kept; None: as in the region around.
         emulate: compute products in float32, from arguments rounded to 16 bits, and round the
-            result, as tensor cores do: much faster on a CPU without 16-bit arithmetic, but it saves
-            less memory.
+            result, as tensor cores do: much faster on a CPU without 16-bit arithmetic.
     """
 
     def __init__(
@@ -179,7 +176,11 @@ class autocast(TorchFunctionMode):
             return function(*args, **kwargs)
         lists, name = LISTS[self.device_type], getattr(function, "__name__", "")
         if name in lists.low:
-            return self._call_low(function, args, kwargs)
+            args, kwargs = map_tensors(self._to_low, [args, kwargs])
+            if not self.emulate:
+                return function(*args, **kwargs)
+            args, kwargs = map_tensors(self._to_float32, [args, kwargs])
+            return map_tensors(self._to_low, function(*args, **kwargs))
         unseen = name in UNSEEN and name not in lists.full | lists.widest
         if unseen:
             warnings.warn(
@@ -193,13 +194,6 @@ class autocast(TorchFunctionMode):
         if unseen or widens or name in lists.full:
             args, kwargs = map_tensors(self._to_float32, [args, kwargs])
         return function(*args, **kwargs)
-
-    def _call_low(self, function, args, kwargs):
-        args, kwargs = map_tensors(self._to_low, [args, kwargs])
-        if not self.emulate:
-            return function(*args, **kwargs)
-        args, kwargs = map_tensors(self._to_float32, [args, kwargs])
-        return map_tensors(self._to_low, function(*args, **kwargs))
 
     def _to_low(self, x):
         if not self._is_cast(x):
@@ -236,7 +230,7 @@ class autocast(TorchFunctionMode):
         return super().__exit__(*error)
 
     def for_thread(self) -> "autocast":
-        """Return a region with the same settings: a region is entered by one thread."""
+        """Return a region with the same settings, for another thread to enter."""
         return autocast(
             self.device_type, self.dtype, self.enabled, self.cache_enabled, emulate=self.emulate
         )

@@ -1,10 +1,8 @@
 """A loss that is scaled, so that small gradients are not rounded to zero.
 
-float16 has nothing below 6e-8, and many gradients are smaller. Multiplied by the scale, the loss
-has gradients that are as much larger; before the step they are divided again. If the scale is too
-large, gradients overflow: the step is skipped and the scale backs off. ``predivide`` keeps a sum
-over many ranks between the same two limits. Notebook 08 uses this file. Sources: Micikevicius et
-al., "Mixed Precision Training" (ICLR 2018), ``torch.amp.GradScaler`` and NVIDIA's apex.
+float16 has nothing below 6e-8, and many gradients are smaller. ``predivide`` keeps a sum over many
+ranks within the range of float16. Notebook 08 uses this file. Sources: Micikevicius et al., "Mixed
+Precision Training" (ICLR 2018), ``torch.amp.GradScaler`` and NVIDIA's apex.
 """
 
 import math
@@ -32,9 +30,8 @@ class GradScaler:
     Args:
         device: taken as torch takes it, and not needed.
         enabled: False: nothing is scaled or skipped.
-        group: whose ranks agree on whether a step is skipped. Needed where ranks hold different
-            gradients, such as parts of one model; after DistributedDataParallel's average an
-            infinity is on all ranks. None: this process decides alone.
+        group: whose ranks agree on whether a step is skipped: needed where they hold parts of one
+            model. None: this process decides alone, as is right after an average of gradients.
     """
 
     def __init__(
@@ -51,13 +48,10 @@ class GradScaler:
         if not isinstance(device, str):
             raise TypeError(f'device has to be such as "cpu", not {device!r}')
         if not (0 < init_scale < math.inf and growth_interval > 0):
-            raise ValueError(
-                f"init_scale and growth_interval must be positive: {init_scale}, {growth_interval}"
-            )
+            raise ValueError(f"must be positive: {init_scale=}, {growth_interval=}")
         if not (growth_factor >= 1 >= backoff_factor > 0):
             raise ValueError(
-                "growth_factor must be at least 1, and backoff_factor at most 1 and positive: "
-                f"{growth_factor}, {backoff_factor}"
+                f"must be at least 1: {growth_factor=}; positive and at most 1: {backoff_factor=}"
             )
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.group = growth_interval, group
@@ -91,13 +85,10 @@ class GradScaler:
 
         ``step`` does it where it has not been done. Call it before what reads gradients, such as
         ``clip_grad_norm_``, and then read those of the parameters in ``optimizer.param_groups``: of
-        a ``MasterWeights`` they are float32 copies. Gradients in float16, which unscaling would
-        round to zero again, are refused.
+        a ``MasterWeights`` they are float32 copies.
         """
         if optimizer in self._found:
-            raise RuntimeError(
-                "unscale_ or step was called already for this optimiser since update"
-            )
+            raise RuntimeError("unscale_ or step was called already since update")
         if hasattr(optimizer, "take_gradients"):  # of 16-bit parameters, to float32 masters
             optimizer.take_gradients()
         if not self._enabled:
@@ -106,27 +97,23 @@ class GradScaler:
         grads = [param.grad for param in params if param.grad is not None]
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError(
-                "gradients are float16: give the optimiser float32 parameters (autocast keeps "
-                "them), or float32 masters (MasterWeights)"
+                "gradients are float16, and would be rounded to zero again: give the optimiser "
+                "float32 parameters (autocast keeps them), or float32 masters (MasterWeights)"
             )
         if not grads and self.group is None:
             raise RuntimeError(
                 "no parameter of this optimiser has a gradient: call backward first, and pass the "
                 "optimiser that initialize returned"
             )
-        found = self._divide(grads)
-        if self.group is not None:
-            ranks.allreduce(found, op="max", group=self.group, label="found_inf")
-        self._found[optimizer] = bool(found)
-
-    def _divide(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """Divide by the scale, in place; return 1 if something is not finite, else 0."""
         inverse, found = self._scale.double().reciprocal().float(), torch.zeros(())
         for grad in grads:
             values = grad._values() if grad.is_sparse else grad
             values.mul_(inverse.to(values.device))
             found = found.to(values.device).maximum((~values.isfinite().all()).float())
-        return found.cpu()
+        found = found.cpu()
+        if self.group is not None:
+            ranks.allreduce(found, op="max", group=self.group, label="found_inf")
+        self._found[optimizer] = bool(found)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Return what ``optimizer.step`` does; None where a gradient is infinite or NaN."""
@@ -135,7 +122,7 @@ class GradScaler:
         if args or "closure" in kwargs:
             raise RuntimeError("step takes no closure: its gradients would stay scaled")
         if optimizer in self._stepped:
-            raise RuntimeError("step was called already for this optimiser since update")
+            raise RuntimeError("step was called already since update")
         if optimizer not in self._found:
             self.unscale_(optimizer)
         result = None if self._found[optimizer] else optimizer.step(**kwargs)
@@ -145,8 +132,7 @@ class GradScaler:
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Choose the next scale, or take ``new_scale``: once after the step of every optimiser.
 
-        Raises FloatingPointError, which torch's does not, when the scale has fallen below 2^-24:
-        where gradients are still not finite, the loss is NaN or infinite, and no scale mends it.
+        Raises FloatingPointError, which torch's does not, when the scale has fallen below 2^-24.
         """
         if not self._enabled:
             return
@@ -198,14 +184,12 @@ class GradScaler:
 def predivide(factor: float) -> Callable[..., torch.futures.Future[torch.Tensor]]:
     """Return a communication hook that averages, with a division by ``factor`` before the sum.
 
-    ``dist.all_reduce``, and with it torch's DistributedDataParallel, adds in float16, of which the
-    largest is 65,504: 64 gradients of 2,000 add up to more. If each is divided by 64 first, the
-    small ones are rounded to zero. A factor of √k for k ranks, before and again after, does half of
-    either: the sum is divided by k / factor. It is apex's ``gradient_predivide_factor``. Our own
-    collectives and buckets widen 16 bits and need none of this.
+    The sum is divided by k / factor, for k ranks. torch's DistributedDataParallel adds in float16,
+    of which the largest is 65,504: 64 gradients of 2,000 add up to more, and if each is divided by
+    64 first, small ones are rounded to zero. A factor of √k does half of either. It is apex's
+    ``gradient_predivide_factor``. Our own buckets widen 16 bits and need none of this.
 
-    For ``model.register_comm_hook(process_group, predivide(factor))``, where ``model`` is torch's
-    DistributedDataParallel or ours, and ``process_group`` None means all ranks.
+    For ``model.register_comm_hook(process_group, predivide(factor))`` of torch's class or ours.
     """
     if not 0 < factor < math.inf:
         raise ValueError(f"factor has to be positive, not {factor}")

@@ -1,6 +1,5 @@
 """Four levels of mixed precision, as NVIDIA's apex named them: O0, O1, O2 and O3.
 
-A level is a row of a table: which casts there are, what stays in float32, how the loss is scaled.
 O1 is what became ``torch.autocast``. O2 keeps the parameters in 16 bits and trains a float32 copy
 of them, the master weights: 16 bits are too few to add a small step to a large weight. Notebook 08
 uses this file. Source: apex.amp, which NVIDIA deleted in May 2025; Micikevicius et al., "Mixed
@@ -34,13 +33,8 @@ class Level(NamedTuple):
     loss_scale: float | str
 
 
-WRAPPERS = (
-    DataParallel,
-    DataParallelModel,
-    DistributedDataParallel,
-    nn.DataParallel,
-    nn.parallel.DistributedDataParallel,
-)
+WRAPPERS = DataParallel, DataParallelModel, DistributedDataParallel
+WRAPPERS += nn.DataParallel, nn.parallel.DistributedDataParallel
 LEVELS = {
     "O0": Level(torch.float32, False, None, False, 1.0),
     "O1": Level(None, True, None, None, "dynamic"),
@@ -73,13 +67,12 @@ def check_initialize(
         raise ValueError(f"loss_scale has to be 'dynamic' or positive, not {loss_scale!r}")
     if opt_level == "O3" and loss_scale not in (None, 1):
         raise ValueError(
-            f"loss_scale {loss_scale} in O3: its 16-bit gradients would be rounded to zero "
-            "again when they are unscaled. O2 unscales in float32."
+            f"loss_scale {loss_scale} in O3: unscaled, its 16-bit gradients would be rounded to "
+            "zero again. O2 unscales in float32."
         )
     if isinstance(model, WRAPPERS):
-        raise TypeError(
-            f"the model is a {type(model).__name__}: initialize model.module, then wrap it"
-        )
+        kind = type(model).__name__
+        raise TypeError(f"the model is a {kind}: initialize model.module, then wrap it")
     if "forward" in vars(model):
         raise ValueError("the model's forward was replaced already, perhaps by initialize")
     if not isinstance(optimizer, Optimizer):
@@ -107,12 +100,12 @@ def initialize(
     The float32 model is changed in place; wrap it in DistributedDataParallel afterwards, or in this
     module's DataParallel (replicas of torch's would call the original's forward). Its outputs are
     float32, in any structure of tuples, lists and dicts. In O2 the optimiser returned is a
-    ``MasterWeights`` around yours. Train as with ``torch.amp.GradScaler``. A static scale also
-    skips steps that overflow, and a dynamic one has no ceiling; apex did not, and stopped at 2^24.
+    ``MasterWeights`` around yours. A static scale also skips steps that overflow, and a dynamic one
+    has no ceiling; apex did not, and stopped at 2^24.
 
     What is None is as the level has it. ``loss_scale`` may be "dynamic" or a number, which is kept;
     1, which bfloat16 has by itself, scales nothing and skips no step. ``keep_batchnorm_fp32`` is
-    for O2 and O3, ``dtype`` torch.float16 or torch.bfloat16, and ``emulate`` that of ``autocast``.
+    for O2 and O3, and ``emulate`` that of ``autocast``.
     """
     level = LEVELS[opt_level]
     casts_model = level.cast_model_type in LOW_DTYPES
@@ -166,11 +159,9 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool =
 class MasterWeights(Optimizer):
     """An optimiser of float32 copies of 16-bit parameters, into which they are rounded back.
 
-    ``step`` takes the parameters' gradients to the copies, steps there, and rounds the copies into
-    the parameters; small steps add up in the copies. ``param_groups`` holds them: clip *their*
-    gradients, after ``scaler.unscale_``. A parameter that was written since the last step (a loaded
-    state, another rank's weights) is taken over before the next. Parameters of 32 bits are their
-    own masters. ``optimizer`` is used from now on.
+    ``param_groups`` holds the copies: clip *their* gradients, after ``scaler.unscale_``. A
+    parameter that was written since the last step (a loaded state, another rank's weights) is taken
+    over before the next. Parameters of 32 bits are their own masters.
     """
 
     def __init__(self, optimizer: Optimizer):

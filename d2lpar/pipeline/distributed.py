@@ -1,9 +1,8 @@
 """A pipeline between ranks: each has one stage, and sends on what it has computed.
 
-The schedule is the one that ``local`` runs in one process. A rank makes its own actions in their
-order. It waits for what an action needs; a thread sends what an action has made, so that no stage
-waits for another one to be ready. Notebook 06 uses this file. Source: the schedules of
-``torch.distributed.pipelining``.
+A rank makes its own actions of a schedule in their order. It waits for what an action needs; a
+thread sends the result, so that no stage waits for another one to be ready. Notebook 06 uses this
+file. Source: the schedules of ``torch.distributed.pipelining``.
 """
 
 import weakref
@@ -41,12 +40,12 @@ class DistributedPipeline(nn.Module):
     Rank r of the group has stage r. What ``Pipeline`` says of micro-batches, of the loss and of
     BatchNorm, and its other arguments and attributes, holds here, too. In the schedule neighbours
     must work on micro-batches in the same order. If the group's backend is NCCL, which wants sends
-    and receives in pairs, messages go through a gloo group, one for each pipeline. On GPUs, call it
-    in the default stream; not run on a GPU. Copy ``.stage``, not this.
+    and receives in pairs, messages go through a gloo group. On GPUs, call it in the default stream;
+    not run on a GPU. Copy ``.stage``, not this.
 
     Args:
         stage: this rank's layers, on the device where they are to be computed.
-        group: the process group; None: all ranks.
+        group: None: all ranks.
         timeout: seconds to wait for a message; None: the group's.
 
     Raises:
@@ -96,16 +95,11 @@ class DistributedPipeline(nn.Module):
         """Add to the gradients of this stage; return the batch's loss on the last rank, else None.
 
         The first rank needs ``X``, the last ``y``; what others are given is not looked at. After an
-        error in the middle the group is of no more use: nobody knows which messages are under way.
-
-        Raises:
-            PeerError: a neighbour did not send or receive in time, or is gone.
-            MismatchError: a neighbour works on another batch, or evaluates.
+        error in the middle (PeerError or MismatchError when a neighbour is late, gone or at another
+        call) the group is of no more use: nobody knows which messages are under way.
         """
         self._calls += 1  # also if it is refused: the other ranks may have begun with this batch
         X, y = X if self.is_first else None, y if self.is_last else None
-        if self.is_first and X is None:
-            raise ValueError("the first rank needs the inputs X")
         if self.is_last and y is None:
             raise ValueError("the last rank needs the targets y")
         check_batch(X, y)
@@ -121,16 +115,16 @@ class DistributedPipeline(nn.Module):
     def forward(self, X: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return the model's output for ``X``, given on the first rank, on the last; else None."""
         self._calls += 1
-        if self.is_first and X is None:
-            raise ValueError("the first rank needs the inputs X")
         stage = Evaluation(self.stage)
         actions = [Action(self.number, i, "forward") for i in range(self.num_microbatches)]
-        self._run(actions, stage, f"evaluation {self._calls}", X if self.is_first else None)
+        self._run(actions, stage, f"evaluation {self._calls}", X)
         return torch.cat(stage.outputs) if self.is_last else None
 
     def _run(self, actions, stage, purpose, X, timeline=None) -> None:
         """Make actions, and wait until all is sent; after an error the group is not used again."""
-        X_parts = None if X is None else X.tensor_split(self.num_microbatches)
+        if self.is_first and X is None:
+            raise ValueError("the first rank needs the inputs X")
+        X_parts = X.tensor_split(self.num_microbatches) if self.is_first else None
         mail = Mail(self.group, self.timeout, self._sender, self.device, purpose, X_parts)
         try:
             run_actions(actions, {self.number: stage}, mail, timeline)
@@ -152,7 +146,7 @@ class Evaluation:
         self.module, self.outputs = module, []
 
     def forward(self, i: int, X: torch.Tensor) -> torch.Tensor:
-        """Return the output for micro-batch ``i``; one without rows is passed on as it is."""
+        """Return the output for micro-batch ``i``; later ones without rows are passed on."""
         if i == 0 or len(X):
             X = call(self.module, X)
             self.outputs.append(X)
@@ -160,10 +154,7 @@ class Evaluation:
 
 
 class Mail:
-    """Mail between ranks: waits for what comes, and lets a thread send.
-
-    A message's label says what it is and, by ``purpose``, for which call, such as "batch 3".
-    """
+    """Mail between ranks; ``purpose`` tells messages of one call from others', as "batch 3"."""
 
     def __init__(self, group, timeout, sender: Sender, device, purpose: str, X_parts=None):
         self.group, self.timeout, self.sender = group, timeout, sender

@@ -1,11 +1,10 @@
 """A model split over devices by layers: first plainly, then as a pipeline, in one process.
 
-``SplitModel`` puts stages on devices and moves activations from one to the next; autograd moves the
-gradients back. Only one device works at a time. ``Pipeline`` cuts the batch, too, and follows a
-schedule, so that devices can work at the same time: on GPUs, whose calls return at once. There all
-work is in the default streams: a copy between two GPUs waits for what is queued on both, and both
-wait for the copy; torchgpipe gives copies streams of their own. Not run on a GPU. Notebook 06
-builds this file. Source: Huang et al., GPipe (2019), and Kim et al., "torchgpipe" (2020).
+In ``SplitModel`` only one device works at a time. ``Pipeline`` follows a schedule, so that devices
+can work at the same time: on GPUs, whose calls return at once. There all work is in the default
+streams, so a copy between two GPUs waits for what is queued on both; torchgpipe gives copies their
+own streams. Not run on a GPU. Notebook 06 builds this file. Source: Huang et al., GPipe (2019), and
+Kim et al., "torchgpipe" (2020).
 """
 
 import time
@@ -56,7 +55,7 @@ class Pipeline(SplitModel):
 
     Args:
         stages: modules, as ``cut`` returns; a stage takes one tensor and returns one.
-        devices: one for each stage.
+        devices: one per stage.
         criterion: called with (output, target), on the last device; a module is moved there.
         num_microbatches: into how many parts a batch is cut, which differ by at most one row; a
             batch with fewer rows makes as many as it has rows.
@@ -65,8 +64,8 @@ class Pipeline(SplitModel):
         count: see ``DataParallelCriterion``.
 
     Attributes:
-        timeline: None; a list here is given a ``Span`` for each action. On GPUs that is when the
-            calls were made, not when the work was done.
+        timeline: set it to a list, and each action adds a ``Span``. On GPUs that is when the calls
+            were made, not when the work was done.
         peak_live: of how many micro-batches each stage kept activations at most, in the last batch.
     """
 
@@ -90,10 +89,7 @@ class Pipeline(SplitModel):
         self.peak_live: list[int] = []
 
     def forward_backward(self, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Add to the gradients of all parameters; return the loss of the batch, detached.
-
-        ``X`` may not require gradients. To what a stage raises a note is added: which, and when.
-        """
+        """Add to the gradients of all parameters; return the loss of the batch, detached."""
         check_batch(X, y)
         mail = LocalMail(X.tensor_split(self.num_microbatches), self.devices)
         losses = Losses(self.criterion, self.count, y.tensor_split(self.num_microbatches))
@@ -110,11 +106,7 @@ def run_actions(
     mail: Any,
     timeline: list[Span] | None = None,
 ) -> None:
-    """Make ``actions`` one after the other; ``mail`` brings what they need, and takes results.
-
-    In one process these are the actions of all stages, and ``mail`` moves tensors between devices;
-    a rank has those of its own stage, and ``mail`` sends messages.
-    """
+    """Make ``actions`` one after the other; ``mail`` brings what they need, and takes results."""
     for action in actions:
         stage, arrived = stages[action.stage], mail.receive(action)
         run = stage.forward if action.kind == "forward" else stage.backward
@@ -155,8 +147,8 @@ class LocalMail:
 class Losses:
     """The loss of each micro-batch, weighted so that they add up to the loss of the batch.
 
-    A mean is weighted by the micro-batch's share of what the whole mean is divided by: of its rows,
-    as a rule. The mean of the means would give the rows of a short micro-batch too much weight.
+    A mean is weighted by the micro-batch's share of what the whole mean is divided by, usually of
+    the rows: the mean of the means would give those of a short micro-batch too much weight.
     """
 
     def __init__(self, criterion: Callable, count: Count | None, y_parts: Sequence[torch.Tensor]):

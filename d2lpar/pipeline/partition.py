@@ -1,7 +1,7 @@
 """A model cut into stages: lists of layers, divided so that the largest is as small as possible.
 
-What a layer costs is 1, its parameters or its measured time. Notebook 06 uses this file.
-Source: Huang et al., GPipe (2019), which balances the computation of the stages.
+Notebook 06 uses this file. Source: Huang et al., GPipe (2019), which balances the computation of
+the stages.
 """
 
 from collections.abc import Sequence
@@ -64,10 +64,8 @@ def check_owners(stages: list[nn.Sequential]) -> None:
     for s, stage in enumerate(stages):
         for name, param in stage.named_parameters():
             if owners.setdefault(param, s) != s:
-                raise ValueError(
-                    f"stages {owners[param]} and {s} share a parameter ({name} of stage {s}): "
-                    "layers that do must be in one stage"
-                )
+                shared = f"stages {owners[param]} and {s} share a parameter ({name} of stage {s})"
+                raise ValueError(f"{shared}: layers that do must be in one stage")
 
 
 def _check_balance(costs, num_parts) -> None:
@@ -77,10 +75,7 @@ def _check_balance(costs, num_parts) -> None:
 
 @checked(_check_balance)
 def balance(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Divide a list into consecutive parts, so that the largest sum of a part is smallest.
-
-    Returns the number of elements of each part, at least 1.
-    """
+    """Return the sizes of consecutive parts of a list whose largest sum is as small as possible."""
     ends = [0, *accumulate(costs)]
 
     @cache

@@ -1,12 +1,11 @@
 """Pipelines as data: which stage does what with which micro-batch, and when.
 
-A model is cut into stages, one per device, and a batch into micro-batches. A pipeline schedule is a
-function ``(num_stages, num_microbatches) -> ticks``. Ticks follow each other; the actions of one
-tick happen at the same time.
+A pipeline schedule is a function ``(num_stages, num_microbatches) -> ticks``. Ticks follow each
+other; the actions of one tick happen at the same time.
 
 Notebook 06 builds this file. Sources: Huang et al., "GPipe: Efficient Training of Giant Neural
-Networks using Pipeline Parallelism" (2019); one forward, one backward is that of Narayanan et al.,
-"Memory-Efficient Pipeline-Parallel DNN Training" (2021), there called PipeDream-Flush.
+Networks using Pipeline Parallelism" (2019); one forward, one backward is PipeDream-Flush of
+Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021).
 """
 
 from collections import defaultdict
@@ -56,8 +55,7 @@ def sequential(num_stages: int, num_microbatches: int) -> list[list[Action]]:
 def gpipe(num_stages: int, num_microbatches: int) -> list[list[Action]]:
     """All micro-batches forward, one tick apart, and then back the same way: GPipe.
 
-    2(m + p - 1) ticks for p stages and m micro-batches, of which each stage is idle for 2(p - 1). A
-    stage keeps the activations of up to m micro-batches.
+    2(m + p - 1) ticks for p stages and m micro-batches. A stage keeps the activations of up to m.
     """
     forward = [[] for _ in range(num_microbatches + num_stages - 1)]
     for s in range(num_stages):
@@ -103,11 +101,10 @@ def own_actions(ticks: list[list[Action]], stage: int) -> list[Action]:
 
 
 def check_pipeline(ticks: list[list[Action]], num_stages: int, num_microbatches: int) -> None:
-    """Check that the ticks make one training step, and that it can be made.
+    """Check that the ticks make one training step; a ValueError names the first wrong action.
 
     Every micro-batch passes every stage once forward and once backward, no stage has two actions
-    in a tick, and each action comes after those that it needs. A ValueError names the first action
-    of which this does not hold.
+    in a tick, and each action comes after those that it needs.
     """
     everything = product(range(num_stages), range(num_microbatches), ("forward", "backward"))
     wanted, done = [Action(*action) for action in everything], {}  # done: action -> its tick
@@ -160,13 +157,8 @@ def predict(
     """Return when each action begins and ends, in the order in which they end.
 
     A stage makes its actions in the order of the ticks, each as soon as it is free and its input
-    has come. It does not wait for the end of a tick.
-
-    Args:
-        ticks: see ``gpipe``.
-        forward: seconds per micro-batch, of all stages or a list for each.
-        backward: the same.
-        transfer: seconds until the next stage has a result; the sender does not wait.
+    has come. ``forward`` and ``backward`` are seconds per micro-batch, of all stages or a list for
+    each. After ``transfer`` seconds the next stage has a result; the sender does not wait.
     """
     num_stages = len({action.stage for action in chain(*ticks)})
     seconds = {
@@ -198,10 +190,7 @@ def bubble(spans: Iterable[Span]) -> float:
 
 
 def live_counts(actions: Iterable[Action | Span]) -> dict[int, list[int]]:
-    """Return of how many micro-batches each stage keeps activations, after each of its actions.
-
-    Such as {0: [1, 2, …, 0], …}: a backward pass frees what a forward pass keeps for it.
-    """
+    """Return of how many micro-batches each stage keeps activations, after each of its actions."""
     counts = defaultdict(list)
     for action in actions:
         before = counts[action.stage][-1] if counts[action.stage] else 0

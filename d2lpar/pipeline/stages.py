@@ -1,8 +1,4 @@
-"""What a stage of a pipeline does with a micro-batch.
-
-Its forward and its backward pass are apart, from each other and from those of other stages, so that
-a schedule may put them in any possible order. Notebook 06 builds this file.
-"""
+"""What a stage of a pipeline does with a micro-batch. Notebook 06 builds this file."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,8 +13,8 @@ class Stage:
     """What one stage does with the micro-batches of a batch, forward and backward apart.
 
     ``live`` holds, for each micro-batch between the two, what the backward pass needs: the stage's
-    input, and its output with autograd's graph behind it. ``peak`` is how many it held at most.
-    ``finish`` is what the last stage does with a micro-batch's number and output: the loss.
+    input, and its output with autograd's graph behind it. ``finish`` is what the last stage does
+    with a micro-batch's number and output: the loss.
     """
 
     def __init__(self, module: nn.Module, recompute: bool = False, finish: Callable | None = None):
@@ -29,7 +25,7 @@ class Stage:
     def forward(self, i: int, X: torch.Tensor) -> torch.Tensor:
         """Return the output for micro-batch ``i``, detached, but marked if it wants a gradient.
 
-        ``X`` is a leaf. Without rows it is passed on as it is, and no gradient comes back.
+        ``X`` is a leaf. Without rows it is passed on as it is.
         """
         with torch.inference_mode(False), torch.enable_grad():
             output = call(self.module, X, self.recompute) if len(X) else X  # no row was left
@@ -40,10 +36,7 @@ class Stage:
         return output.detach().requires_grad_(output.requires_grad)
 
     def backward(self, i: int, grad: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Run backward on micro-batch ``i``; return the gradient of its input, if it wants one.
-
-        ``grad`` is the gradient of the output; a loss has none. Parameters' gradients are added up.
-        """
+        """Run backward on micro-batch ``i``; return the gradient of its input, if it wants one."""
         X, output = self.live.pop(i)
         if output.requires_grad:
             output.backward(grad)
@@ -55,10 +48,8 @@ def call(module: nn.Module, X: torch.Tensor, recompute: bool = False) -> torch.T
 
     With ``recompute`` autograd keeps only ``X``, and the backward pass begins with a second forward
     pass, with the same random numbers and buffers: Chen et al., "Training Deep Nets with Sublinear
-    Memory Cost" (2016). BatchNorm's running statistics are updated once.
-
-    If a layer works in place (its ``inplace`` is True), the layers get a copy of ``X``. A layer
-    that writes to its input without saying so must not come first.
+    Memory Cost" (2016). BatchNorm's running statistics are updated once. A layer that writes to its
+    input must not come first, unless its ``inplace`` says so: then it gets a copy.
     """
     passes = [module]
     if recompute:  # the second pass works on copies of the buffers, as they are now

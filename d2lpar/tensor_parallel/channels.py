@@ -1,10 +1,10 @@
 """LeNet with its channels cut over several devices, as AlexNet was over two, in one process.
 
-Each device has some of the output channels of every layer. Where a layer *exchanges*, it takes all
-channels of the layer before, most of which come from other devices; where it does not, only those
-of its own device: nothing is sent, and it is another network, with fewer weights. Notebook 07
-uses this file and builds ``split_lenet``. Source: Krizhevsky, Sutskever and Hinton, "ImageNet
-Classification with Deep Convolutional Neural Networks" (2012), section 3.2 and figure 2.
+Each device has some of the output channels of every layer. A layer that *exchanges* takes all
+channels of the layer before, most of which come from other devices. A layer that does not takes
+only those of its device: nothing is sent, and the network has fewer weights. Notebook 07 uses this
+file. Source: Krizhevsky, Sutskever and Hinton, "ImageNet Classification with Deep Convolutional
+Neural Networks" (2012), section 3.2.
 """
 
 from collections.abc import Sequence
@@ -34,10 +34,9 @@ def split_channels(
     devices: Sequence[torch.device],
     exchange: Sequence[str] = EXCHANGES,
 ) -> list[list[torch.Tensor]]:
-    """Cut LeNet's eight parameters by output channels: for each device its own, gradients on.
+    """Return each device's copy of its output channels of LeNet's eight parameters, gradients on.
 
-    The weights of a layer not in ``exchange`` lose those from other devices' channels. There are at
-    most 10 devices, since ``linear2`` has 10 outputs.
+    The weights of a layer not in ``exchange`` lose those from other devices' channels.
     """
     k = len(devices)
     device_params = [[] for _ in devices]

@@ -1,10 +1,8 @@
-"""Layers cut in half: every rank has some columns, or some rows, of a weight.
+"""Layers cut in parts: every rank has some columns, or some rows, of a weight.
 
-Two operators make it work, and each is the other's way back. ``copy_to_group`` hands a tensor that
-all ranks have to a part of a layer: it does nothing forward, and adds up the gradients backward.
-``reduce_from_group`` adds up what the parts have computed: it does nothing backward. Notebook 07
-builds this file. Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language
-Models Using Model Parallelism" (2019), where the two are called f and g.
+Two operators make it work. Forward ``copy_to_group`` does what ``reduce_from_group`` does backward,
+and the other way round. Notebook 07 builds this file. Source: Shoeybi et al., "Megatron-LM" (2019),
+where the two are called f and g.
 """
 
 from functools import partial
@@ -16,14 +14,15 @@ from torch.nn import functional as F
 
 from .. import ranks
 from ..network import channels_last
+from ..ranks.members import Group
 
 
-def copy_to_group(X: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def copy_to_group(X: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Return ``X``, equal on all ranks; its gradients of all ranks are added up."""
     return _CopyToGroup.apply(X, group)
 
 
-def reduce_from_group(X: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def reduce_from_group(X: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Return the sum of all ranks' ``X``; each gets the gradient of the sum."""
     return _ReduceFromGroup.apply(X, group)
 
@@ -49,21 +48,19 @@ class _ReduceFromGroup(torch.autograd.Function):
         return grad, None
 
 
-def _summed(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     tensor = tensor.clone(memory_format=torch.contiguous_format)
     ranks.allreduce(tensor, group=group)
     return tensor
 
 
-def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def place_in(group: Group) -> tuple[int, int]:
     """Return the size of a group and this rank's place in it; ValueError if it has none."""
     transport = ranks.member_of(group, None)[0].transport
     return len(transport.ranks), transport.member
 
 
-def own_part(
-    tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+def own_part(tensor: torch.Tensor, dim: int, group: Group = None) -> torch.Tensor:
     """Return a copy of this rank's part of ``tensor``, cut along ``dim`` by ``tensor_split``."""
     k, me = place_in(group)
     if tensor.shape[dim] < k:
@@ -75,18 +72,11 @@ class ColumnParallelLinear(nn.Module):
     """The rank's own columns of ``nn.Linear``: from all inputs to some of the outputs.
 
     ``weight`` (own outputs, in_features) and ``bias`` (own outputs) are cut from those that
-    ``nn.Linear`` draws: with the same seed on all ranks the whole layer is that of one process. The
-    ranks' parts differ by at most one output. Called with X (…, in_features), equal on all ranks;
-    returns (…, own outputs).
+    ``nn.Linear`` draws: with the same seed on all ranks the parts make the layer of one process.
+    Takes (…, in_features), equal on all ranks; returns (…, own outputs).
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ):
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, group: Group = None):
         super().__init__()
         whole = nn.Linear(in_features, out_features, bias)
         self.group = group
@@ -101,26 +91,18 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """The rank's own rows of ``nn.Linear``: from some of the inputs to all outputs.
 
-    ``weight`` (out_features, own inputs) is the rank's own; ``bias`` (out_features) is the same on
-    all ranks, and is added once, to the sum. Called with X (…, own inputs), as
-    ``ColumnParallelLinear`` returns it; returns (…, out_features), equal on all ranks. Arguments
-    and seeds are those of ``ColumnParallelLinear``.
+    ``weight`` (out_features, own inputs) is cut as in ``ColumnParallelLinear``; ``bias``
+    (out_features) is the first rank's, and is added once, to the sum. Takes (…, own inputs), as
+    ``ColumnParallelLinear`` returns them; returns (…, out_features), equal on all ranks.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ):
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, group: Group = None):
         super().__init__()
         whole = nn.Linear(in_features, out_features, bias)
         self.group = group
         self.weight = nn.Parameter(own_part(whole.weight, 1, group))
-        self.bias = None
+        self.bias = whole.bias
         if bias:
-            self.bias = nn.Parameter(whole.bias.detach().clone())
             first = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
             ranks.broadcast(self.bias.detach(), first, group)
 
@@ -133,11 +115,10 @@ class RowParallelLinear(nn.Module):
 class TensorParallelMLP(nn.Module):
     """Two linear layers and a GELU, cut so that one allreduce is needed each way.
 
-    The columns of the first layer are the inputs of the second one's rows, so nothing is sent
-    between the two. Takes and returns (…, num_features), equal on all ranks.
+    Takes and returns (…, num_features), equal on all ranks.
     """
 
-    def __init__(self, num_features: int, num_hidden: int, group: dist.ProcessGroup | None = None):
+    def __init__(self, num_features: int, num_hidden: int, group: Group = None):
         super().__init__()
         self.columns = ColumnParallelLinear(num_features, num_hidden, group=group)
         self.rows = RowParallelLinear(num_hidden, num_features, group=group)
@@ -151,10 +132,10 @@ class TensorParallelLeNet(nn.Module):
     """LeNet, each rank with some of the channels of every layer; at most 20 ranks.
 
     Two allreduces forward, and one backward, or two if the images require gradients. ``params`` are
-    those of the whole network, see ``init_params``, equal on all ranks.
+    the whole network's, equal on all ranks.
     """
 
-    def __init__(self, params: list[torch.Tensor], group: dist.ProcessGroup | None = None):
+    def __init__(self, params: list[torch.Tensor], group: Group = None):
         super().__init__()
         self.group = group
         self.params = nn.ParameterList(cut_lenet(params, group))
@@ -171,14 +152,8 @@ class TensorParallelLeNet(nn.Module):
         return reduce_from_group(h3 @ W4, self.group) + b4  # (n, 10)
 
 
-def cut_lenet(
-    params: list[torch.Tensor], group: dist.ProcessGroup | None = None
-) -> list[torch.Tensor]:
-    """Return this rank's part of LeNet's eight parameters: layers in pairs.
-
-    The first of a pair is cut by its outputs, the second one by its inputs, and its bias is whole,
-    to be added to the sum.
-    """
+def cut_lenet(params: list[torch.Tensor], group: Group = None) -> list[torch.Tensor]:
+    """Return this rank's part of LeNet's eight parameters, of which b2 and b4 are whole."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     own = partial(own_part, group=group)
     return [

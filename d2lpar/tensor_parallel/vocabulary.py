@@ -1,19 +1,18 @@
 """The cross-entropy of logits that are cut by class: no rank ever has all of a row.
 
-Of a row each rank needs the largest logit, the sum of the exponentials and the logit of the target:
-three numbers, however many classes there are. Notebook 07 builds this file. Source: Shoeybi et al.,
-"Megatron-LM" (2019), section 3.
+Of a row each rank needs the largest logit, the sum of the exponentials and the target's logit.
+Notebook 07 builds this file. Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
 
 import torch
-import torch.distributed as dist
 
 from .. import ranks
 from ..guards import checked
+from ..ranks.members import Group
 from .layers import place_in
 
 
-def own_classes(num_classes: int, group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+def own_classes(num_classes: int, group: Group = None) -> tuple[int, int]:
     """Return the first class of this rank, and the one after its last."""
     k, me = place_in(group)
     if num_classes < k:
@@ -43,7 +42,7 @@ def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
     num_classes: int,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     reduction: str = "mean",
     ignore_index: int = -100,
 ) -> torch.Tensor:
@@ -56,7 +55,7 @@ def vocab_parallel_cross_entropy(
         logits: (…, own classes), as ``ColumnParallelLinear(…, num_classes)`` returns.
         target: (…), the same on all ranks: classes from 0 to num_classes - 1.
         num_classes: of all ranks together.
-        group: the process group; None: all ranks.
+        group: None: all ranks.
         reduction: "mean" over the targets that are not ignored, "sum" or "none".
         ignore_index: the target whose loss and gradient are 0.
     """

@@ -5,14 +5,13 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
-from helpers import LIMIT
+from helpers import everyones, on_ranks, randn
 from torch import nn
 from torch.nn import functional as F
 
 from d2lpar import DataParallel, DistributedDataParallel
 from d2lpar.mixed_precision import GradScaler, MasterWeights, autocast, initialize
 from d2lpar.mixed_precision.opt_levels import LEVELS
-from d2lpar.ranks.launcher import launch
 
 LOW = torch.float16
 
@@ -55,21 +54,20 @@ def train(model, optimizer, scaler, steps, first=0):
         scaler.update()
 
 
-def dtypes(model):
-    """Those of BatchNorm's parameters and buffers, and those of the others."""
+def dtypes(model, norm):
+    """Those of BatchNorm's parameters and buffers, or those of the others."""
     state = [*model.named_parameters(), *model.named_buffers()]
-    return [
-        {x.dtype for name, x in state if x.is_floating_point() and name.startswith("norm") == norm}
-        for norm in (True, False)
-    ]
+    return {
+        x.dtype for name, x in state if x.is_floating_point() and name.startswith("norm") == norm
+    }
 
 
 FULL = torch.float32
-EXPECTED = {  # BatchNorm's dtypes, the others', input, after BatchNorm, masters, scale
-    "O0": ({FULL}, {FULL}, FULL, FULL, False, 1.0),
-    "O1": ({FULL}, {FULL}, FULL, LOW, False, 2.0**16),
-    "O2": ({FULL}, {LOW}, LOW, LOW, True, 2.0**16),
-    "O3": ({LOW}, {LOW}, LOW, LOW, False, 1.0),
+EXPECTED = {  # BatchNorm's dtype, the others', input's, after BatchNorm, masters, scale
+    "O0": (FULL, FULL, FULL, FULL, False, 1.0),
+    "O1": (FULL, FULL, FULL, LOW, False, 2.0**16),
+    "O2": (FULL, LOW, LOW, LOW, True, 2.0**16),
+    "O3": (LOW, LOW, LOW, LOW, False, 1.0),
 }
 
 
@@ -78,15 +76,13 @@ def test_a_level_casts_what_apexs_did(level):
     model, optimizer, scaler = made(level)
     output = model(batch()[0])["logits"]
     norm, rest, given, inside, masters, scale = EXPECTED[level]
-    assert dtypes(model) == [norm, rest]
-    assert model.seen == [(given, inside)]
-    assert output.dtype == FULL
+    assert dtypes(model, norm=True) == {norm} and dtypes(model, norm=False) == {rest}
+    assert model.seen == [(given, inside)] and output.dtype == FULL
     assert isinstance(optimizer, MasterWeights) == masters
-    assert scaler.get_scale() == scale
-    assert scaler.is_enabled() == (scale > 1)
-    in_optimizer = {p.dtype for group in optimizer.param_groups for p in group["params"]}
-    assert in_optimizer == ({LOW} if level == "O3" else {FULL})
-    assert all(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+    assert scaler.get_scale() == scale and scaler.is_enabled() == (scale > 1)
+    (group,) = optimizer.param_groups
+    assert {p.dtype for p in group["params"]} == ({LOW} if level == "O3" else {FULL})
+    assert all(p.requires_grad for p in group["params"])
 
 
 def test_loss_scale_and_keep_batchnorm_fp32_may_be_chosen():
@@ -98,7 +94,7 @@ def test_loss_scale_and_keep_batchnorm_fp32_may_be_chosen():
     assert made("O1", dtype=torch.bfloat16, loss_scale="dynamic")[2].is_enabled()
     for level, keep, expected in (("O2", False, LOW), ("O3", True, FULL)):
         model, _, _ = made(level, keep_batchnorm_fp32=keep)
-        assert dtypes(model)[0] == {expected}
+        assert dtypes(model, norm=True) == {expected}
         model(batch()[0])
 
 
@@ -141,9 +137,8 @@ def masters_of(*params, lr=0.5, **options):
 
 def test_masters_are_a_float32_run_of_rounded_weights():
     """O2 by hand: float32 SGD, gradients taken at the rounded weights."""
-    param = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(0)).to(LOW))
-    by_hand = param.detach().float()
-    optimizer = MasterWeights(torch.optim.SGD([param], 1e-3))
+    param = nn.Parameter(randn(50).to(LOW))
+    by_hand, optimizer = param.detach().float(), masters_of(param, lr=1e-3)
     for _ in range(20):
         optimizer.zero_grad()
         (param.float() ** 3).sum().backward()
@@ -154,16 +149,14 @@ def test_masters_are_a_float32_run_of_rounded_weights():
     assert torch.equal(param, master.to(LOW))
 
 
-def test_small_steps_add_up_in_masters_only():
-    ends = []
-    for wrap in (MasterWeights, lambda optimizer: optimizer):
-        param = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-        optimizer = wrap(torch.optim.SGD([param], 1e-3))
-        for _ in range(1000):
-            param.grad = torch.ones_like(param)
-            optimizer.step()
-        ends.append(param.item())
-    assert ends == [pytest.approx(0, abs=1e-3), 1]
+@pytest.mark.parametrize(("wrap", "end"), [(MasterWeights, 0), (lambda optimizer: optimizer, 1)])
+def test_small_steps_add_up_in_masters_only(wrap, end):
+    param = low(dtype=torch.bfloat16)
+    optimizer = wrap(torch.optim.SGD([param], 1e-3))
+    for _ in range(1000):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert param.item() == pytest.approx(end, abs=1e-3)
 
 
 def test_groups_and_schedulers_work_and_parameters_of_32_bits_are_their_own_masters():
@@ -218,7 +211,8 @@ def test_taken_gradients_may_be_clipped(enabled):
     assert param.item() == 0.75
 
 
-def different_seeds(rank, world_size):
+def ranks_that_begin_apart_train_one_network(rank, world_size):
+    """What is written into the parameters, here by rank 0, is taken over into the masters."""
     torch.manual_seed(rank)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -230,13 +224,11 @@ def different_seeds(rank, world_size):
         scaler.scale(wrapped(X).square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    first, second = everyones([param.tolist() for param in model.parameters()])
+    assert first == second
 
 
-def test_ranks_that_begin_apart_train_one_network():
-    """What is written into the parameters, here by rank 0, is taken over into the masters."""
-    first, second = launch(different_seeds, 2, timeout=LIMIT)
-    assert torch.equal(first, second)
+test_ranks = on_ranks(2, [ranks_that_begin_apart_train_one_network])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
@@ -329,45 +321,29 @@ def test_a_checkpoint_resumes_bit_equal(level, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-# Errors
-
-
-@pytest.mark.parametrize(
-    "options, complaint",
-    [
-        ({"opt_level": "O4"}, "one of O0, O1, O2, O3, not 'O4'"),
-        ({"dtype": torch.float64}, "torch.float16 or torch.bfloat16, not torch.float64"),
-        ({"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32 is for O2 and O3"),
-        ({"loss_scale": "static"}, "'dynamic' or positive, not 'static'"),
-        ({"loss_scale": float("inf")}, "'dynamic' or positive, not inf"),
-        ({"opt_level": "O2", "keep_batchnorm_fp32": "False"}, "has to be a bool, not 'False'"),
-        ({"opt_level": "O3", "loss_scale": 128.0}, "rounded to zero again"),
-    ],
-)
-def test_bad_arguments_are_refused_before_anything_changes(options, complaint):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match=complaint):
-        initialize(model, optimizer, **options)
-    assert model.weight.dtype == torch.float32
-    assert "forward" not in vars(model)
-
-
-def test_a_wrapped_a_cast_and_a_trained_model_are_refused():
+def test_what_is_refused_before_anything_changes():
     model, wrapped = nn.Linear(2, 2), DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     again = initialize(nn.Linear(2, 2), optimizer, "O1")[0]
-    for given, its, level, error, words in [
-        (wrapped, optimizer, "O1", TypeError, r"initialize model\.module"),
-        (model, optimizer, "O3", RuntimeError, "state of float32 parameters, which O3 casts"),
-        (model, None, "O1", TypeError, r"torch\.optim's, not NoneType"),
-        (again, optimizer, "O2", ValueError, "forward was replaced already"),
-        (nn.Linear(2, 2).half(), optimizer, "O2", TypeError, r"weight is torch\.float16"),
+    for options, error, words in [
+        ({"opt_level": "O4"}, ValueError, "one of O0, O1, O2, O3, not 'O4'"),
+        ({"dtype": torch.float64}, ValueError, "float16 or torch.bfloat16, not torch.float64"),
+        ({"keep_batchnorm_fp32": True}, ValueError, "keep_batchnorm_fp32 is for O2 and O3"),
+        ({"opt_level": "O2", "keep_batchnorm_fp32": "False"}, ValueError, "a bool, not 'False'"),
+        ({"loss_scale": "static"}, ValueError, "'dynamic' or positive, not 'static'"),
+        ({"loss_scale": float("inf")}, ValueError, "'dynamic' or positive, not inf"),
+        ({"opt_level": "O3", "loss_scale": 128.0}, ValueError, "rounded to zero again"),
+        ({"opt_level": "O3"}, RuntimeError, "state of float32 parameters, which O3 casts"),
+        ({"model": wrapped}, TypeError, r"initialize model\.module"),
+        ({"optimizer": None}, TypeError, r"torch\.optim's, not NoneType"),
+        ({"model": again}, ValueError, "forward was replaced already"),
+        ({"model": nn.Linear(2, 2).half()}, TypeError, r"weight is torch\.float16"),
     ]:
         with pytest.raises(error, match=words):
-            initialize(given, its, level)
+            initialize(**{"model": model, "optimizer": optimizer} | options)
+    assert model.weight.dtype == torch.float32 and "forward" not in vars(model)
 
 
 def test_masters_take_no_closure_and_no_state_of_others():
