@@ -59,7 +59,7 @@ def test_each_wrong_content_is_named(tmp_path):
         (CONTENT[:-2], "cut short by 2 bytes: it declares 2 x 3 x 4"),
         (huge, "cut short by"),
         (gzip.compress(CONTENT + b"\0"), "too long by 1 bytes: it declares 2 x 3 x 4"),
-        (ZIPPED[:-1], "gzip stream is cut short"),
+        (ZIPPED[:-1], "gzip stream is damaged (Compressed file ended"),
         (ZIPPED + b"x", "gzip stream is damaged"),
     ):
         refused(write(tmp_path / "x", content), words)
