@@ -17,11 +17,8 @@ import pytest
 import run_notebooks
 import saved_cells
 import text_layout
-import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from d2lpar import launch
-from d2lpar.collectives.schedules import recursive_doubling
 from d2lpar.plot.picture import Picture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,26 +148,7 @@ def test_notebook(path):
 
 def test_notebooks_are_numbered_in_reading_order_without_a_gap():
     names = [path.name for path in NOTEBOOKS]
-    assert names
-    for number, name in enumerate(names, 1):
-        assert re.fullmatch(rf"{number:02}_[a-z0-9_]+\.ipynb", name), names
-
-
-def test_the_executor_between_ranks_of_notebook_03_takes_exchanges_too():
-    nb = nbformat.read(ROOT / "notebooks" / "03_allreduce.ipynb", as_version=4)
-    [cell] = [c.source for c in code(nb) if c.source.startswith("def run_my_moves")]
-    imports = "import torch, torch.distributed as dist\nfrom itertools import accumulate\n"
-    imports += "from d2lpar.collectives import num_chunks\n"
-    imports += "from d2lpar.collectives.lists import part_of\n"
-    exec(imports + cell, names := {"__name__": "__main__"})
-    run_my_moves = names["run_my_moves"]
-
-    def add_up(rank, world_size):
-        tensor = torch.full((5,), 10.0**rank)
-        run_my_moves(recursive_doubling(world_size), tensor, rank)
-        return tensor.tolist()
-
-    assert launch(add_up, 4, timeout=60) == [[1111.0] * 5] * 4
+    assert [name[:3] for name in names] == [f"{i:02}_" for i in range(1, len(names) + 1)], names
 
 
 # The checks, checked
@@ -226,22 +204,18 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_execution, output(shown("x", name="stderr"))),
     (check_execution, output(shown("x.py:1: UserWarning: y"))),
     (check_cells, source("x\n" * 26)),
-    (check_cells, source("")),
     (check_cells, lambda nb: [cell.update(source="x\n" * 8) for cell in code(nb)]),
     (check_cells, lambda nb: nb.cells.insert(1, new_code_cell("x"))),
     (check_cells, lambda nb: nb.cells.pop(0)),
     (check_sections, source("No title", cell=0)),
-    (check_sections, last("## ", "# ")),
     (check_sections, last("## Exercises", "## Summary")),
     (check_sections, last("3. Do it", "Do it")),
     (check_sections, last("*Target: 2 steps.*", "")),
     (check_machine, source(f"open('{HOME}')")),
     (check_machine, output(shown(HOME))),
-    (check_machine, output(figure(text=HOME))),
     (check_machine, output(shown("[<matplotlib.lines.Line2D at 0x7f3a>]"))),
     (check_figures, output(figure(alt=""))),
     (check_figures, source("# A\n![](a.png)", cell=0)),
-    (check_figures, source('# A\n<img src="a.png">', cell=0)),
     (check_figures, output(new_output("display_data", {"image/svg+xml": SVG}))),
     (check_figures, output(figure(WIDE))),
     (check_code, source("#@save d2lpar.collectives.schedules\ndef ring(k): ...")),
@@ -358,12 +332,12 @@ def environment(monkeypatch):
 
 def run(folder, *cells, arguments=()):
     nb = new_notebook(cells=[new_markdown_cell("# [Next](02_next.ipynb)\n![x](img/ring.svg)")])
-    nb.cells += [new_code_cell(cell) for cell in cells]
+    nb.cells += map(new_code_cell, cells)
     nbformat.write(nb, folder / "01_toy.ipynb")
     (folder / "img").mkdir()
     (folder / "img" / "ring.svg").write_text(SVG)
     build = folder / "build"
-    status = run_notebooks.main(["--folder", str(folder), "--build", str(build), *arguments])
+    status = run_notebooks.main([f"--folder={folder}", f"--build={build}", *arguments])
     return status, build / "01_toy.ipynb"
 
 
@@ -396,14 +370,12 @@ def test_a_page_has_its_pictures_asks_nothing_of_the_network_and_is_scrolled_by_
     text = "# A title\n[Away](https://d2l.ai) costs $1 or $2. ![a ring](ring.svg)\n```\nmake\n```"
     cell = new_code_cell("x", outputs=[both, png, shown("x " * 99)])
     nb = new_notebook(cells=[new_markdown_cell(text), cell])
-    page, images, parser = run_notebooks.to_html(nb, tmp_path / "01_toy.ipynb"), [], HTMLParser()
-    parser.handle_startendtag = lambda tag, attributes: images.append((tag, dict(attributes)))
+    page, found, parser = run_notebooks.to_html(nb, tmp_path / "01_toy.ipynb"), [], HTMLParser()
+    parser.handle_startendtag = lambda tag, attributes: found.append((tag, dict(attributes)))
     parser.feed(page)
-    assert [
-        (image["alt"], re.match("data:([^;]*);", image["src"])[1])
-        for tag, image in images
-        if tag == "img"
-    ] == [("a ring", "image/svg+xml"), ('"4" & 5', "image/svg+xml"), ('<"4" & 5>', "image/png")]
+    images = [(image["alt"], image["src"][:14]) for tag, image in found if tag == "img"]
+    svg, png = "data:image/svg", "data:image/png"
+    assert images == [("a ring", svg), ('"4" & 5', svg), ('<"4" & 5>', png)]
     assert '<a href="https://d2l.ai">' in page  # followed only by those who want to
     assert "<script" not in page
     assert re.findall(r"""(?:src|<link [^>]*href)=["']?(?:https?:)?//""", page) == []
@@ -411,30 +383,24 @@ def test_a_page_has_its_pictures_asks_nothing_of_the_network_and_is_scrolled_by_
     assert page.count('<pre tabindex="0">') == page.count("<pre") == 3
 
 
-def test_runner_stops_with_the_cell_and_its_traceback(tmp_path, capsys):
-    status, built = run(tmp_path, "x = 0", "1 / x  # here", arguments=["--refresh"])
-    assert status == 1
-    report = capsys.readouterr().out
-    assert "In cell [2]:\n\n    1 / x  # here\n" in report
-    assert "ZeroDivisionError: division by zero" in report and "\x1b" not in report
-    assert not built.with_suffix(".html").exists()
-    assert not code(nbformat.read(tmp_path / "01_toy.ipynb", as_version=4))[1].outputs  # as it was
-
-
 @pytest.mark.parametrize(
-    "hangs, arguments, reason",
+    "fails, arguments, reason",
     [
-        ("time.sleep(600)", ["--idle-limit=2"], "Nothing was computed for 2 s (--idle-limit)"),
-        ("while True: pass", ["--notebook-limit=12"], "used up its 12 s (--notebook-limit)"),
+        ("1 / x  # here", "--refresh", "ZeroDivisionError: division by zero"),
+        ("time.sleep(600)", "--idle-limit=2", "Nothing was computed for 2 s (--idle-limit)"),
+        ("while True: pass", "--notebook-limit=12", "used up its 12 s (--notebook-limit)"),
     ],
 )
-def test_runner_ends_what_hangs_with_all_that_it_started(
-    tmp_path, capsys, hangs, arguments, reason
+def test_runner_stops_with_what_fails_or_hangs_and_all_that_it_started(
+    tmp_path, capsys, fails, arguments, reason
 ):
-    child = "import subprocess, time\nprint(subprocess.Popen(['sleep', '600']).pid)"
-    status, built = run(tmp_path, child, hangs, arguments=arguments)
+    child = "import subprocess, time\nx = 0\nprint(subprocess.Popen(['sleep', '600']).pid)"
+    status, built = run(tmp_path, child, fails, arguments=[arguments])
     report = capsys.readouterr().out
-    assert status == 1 and f"In cell [2]:\n\n    {hangs}" in report and reason in report
+    assert status == 1 and f"In cell [2]:\n\n    {fails}" in report
+    assert reason in report and "\x1b" not in report
+    assert not built.with_suffix(".html").exists()
+    assert not code(nbformat.read(tmp_path / "01_toy.ipynb", as_version=4))[1].outputs  # as it was
     pid = int(code(nbformat.read(built, as_version=4))[0].outputs[0].text)
     with contextlib.suppress(psutil.NoSuchProcess):
         assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

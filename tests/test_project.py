@@ -122,11 +122,9 @@ def test_versions_are_the_same_everywhere():
 
 
 def test_a_wheel_holds_every_folder_of_the_module_and_says_that_it_is_typed():
-    assert PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == ["d2lpar*"]
-    for name in PYPROJECT["tool"]["setuptools"]["package-data"]["d2lpar"]:
-        assert (PACKAGE / name).is_file()
-    folders = {path.parent for path in PACKAGE.rglob("*.py")}
-    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+    setuptools = PYPROJECT["tool"]["setuptools"]
+    assert setuptools["packages"]["find"]["include"] == ["d2lpar*"]
+    assert setuptools["package-data"]["d2lpar"] == ["py.typed"] and (PACKAGE / "py.typed").exists()
 
 
 # The README and the commands that it shows
@@ -262,6 +260,7 @@ def is_mutable(value):
 
 def test_every_module_has_its_place():
     assert sorted(map(dotted, MODULES)) == sorted(ORDER)
+    assert {path.name for path in ROOMS} == {room for room, _ in HOUSE if room}
 
 
 def test_mutable_state_and_the_lines_of_functions_are_seen(tmp_path, monkeypatch):

@@ -23,9 +23,6 @@ HERE = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "
 HERE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-# The command line
-
-
 def test_a_process_finds_its_place_and_its_device(monkeypatch):
     assert place(HERE) == (3, 1, 4, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -79,8 +76,7 @@ def run(world_size, small, *commands, stops=None, dtype=torch.float32):
     """Train in new ranks by one command line after the other; return each rank's outcomes.
 
     An outcome is the list of parameters, or the error as text. ``stops`` has for each command line
-    the number of saves after which all ranks are interrupted; 0: never. With ``torch.float64`` the
-    script, which trains in float32, computes so that rounding does not grow.
+    the number of saves after which all ranks are interrupted; 0: never.
     """
 
     def work(rank, world_size):
@@ -114,7 +110,7 @@ def run(world_size, small, *commands, stops=None, dtype=torch.float32):
 
 
 def one_process(small, num_examples, batch_size, lr, epochs, seed):
-    """Return what training in one process, in float64, ends with and would report."""
+    """What training in one process, in float64, ends with and would report."""
     network = LeNet(generator=torch.Generator().manual_seed(seed)).double()
     data, test = (Minibatches(*part, batch_size) for part in small)
     for epoch in range(epochs):
@@ -144,19 +140,20 @@ def test_ranks_train_like_one_process(world_size, small, tmp_path, capsys):
     # 301 examples: the last batch has one, so of 2 or 3 ranks only rank 0 has any of it
     options = "--examples=301", "--batch-size=60", "--epochs=2", "--lr=0.5", "--seed=3"
     command = f"--checkpoint={tmp_path / 'net'}", *options
-    results = run(world_size, small, command, dtype=torch.float64)
-    params = [of_rank[0] for of_rank in results]
+    params = [params for [params] in run(world_size, small, command, dtype=torch.float64)]
     assert all(same(others, params[0]) for others in params)
     expected, report = one_process(small, 301, 60, 0.5, epochs=2, seed=3)
     start = list(LeNet(generator=torch.Generator().manual_seed(3)).parameters())
     assert distance(params[0], expected) < 1e-12 < 1e-3 < distance(start, expected)
     out, bars = capsys.readouterr()
-    assert f"[rank 0] {report}, " in out
-    assert out.count("epoch") == 2  # a line for each, of rank 0
+    assert f"[rank 0] {report}, " in out and out.count("epoch") == 2  # a line for each, of rank 0
     assert bars.startswith("[rank 0] \repoch 1/2:   0%") and bars.count("[rank ") == 1
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_bits(small, tmp_path, capsys):
+    def reports():  # without the seconds, which no two runs share
+        return re.findall(r"epoch .*\)", capsys.readouterr().out)
+
     options = "--examples=600", "--batch-size=100", "--epochs=2", "--every=2"
     # after so many saves: two in the first epoch, one at its end, one in the second
     places = {1: (0, 2), 2: (0, 4), 3: (1, 0), 4: (1, 2)}
@@ -166,19 +163,14 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(small, tmp_path, capsys)
     for n, place_of_stop in places.items():
         _, info = load_checkpoint(tmp_path / str(n))
         assert (info["epoch"], info["batch"]) == place_of_stop
-    epoch_1, epoch_2, *_ = reports(capsys)
+    epoch_1, epoch_2, *_ = reports()
     # the first one is stopped once more, where the second one was, and goes on again
     resumed = {n: (*command[n], "--resume") for n in places}
     assert run(2, small, resumed[1], stops=[1]) == [["KeyboardInterrupt: "]] * 2
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
     for outcomes in run(2, small, *resumed.values()):
         assert all(same(params, first[0]) for params in outcomes)
-    assert reports(capsys) == [epoch_1, epoch_2] * 2 + [epoch_2] * 2
-
-
-def reports(capsys):
-    """What was reported of each epoch, without the seconds, which no two runs share."""
-    return re.findall(r"epoch .*\)", capsys.readouterr().out)
+    assert reports() == [epoch_1, epoch_2] * 2 + [epoch_2] * 2
 
 
 def test_what_cannot_be_resumed_is_named_on_every_rank(small, tmp_path):
@@ -216,9 +208,6 @@ def test_resume_if_there_begins_where_there_is_no_checkpoint_yet(small, tmp_path
     assert out.count("net: there is none yet, so this is the beginning") == 1
     assert out.count("net: all 1 epochs are done, nothing is left") == 1
     assert out.count("epoch  1/1") == 2  # the third run had nothing to do
-
-
-# The script itself
 
 
 def torchrun(*options, how=("--standalone",), script=("-m", "d2lpar.train_ddp")):

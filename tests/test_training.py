@@ -39,11 +39,10 @@ def replicas(k, dtype=torch.float64):
     return [get_params(params, device) for device in devices], devices
 
 
-def step_with_autograd_alone(X, y, params, lr=LR):
+def step_with_autograd_alone(X, y, params):
     """One step of gradient descent on the mean loss, without any part of ours but the network."""
-    params = [p.detach().clone().requires_grad_() for p in params]
     grads = torch.autograd.grad(loss(lenet(X, params), y).mean(), params)
-    return [p.detach() - lr * g for p, g in zip(params, grads, strict=True)]
+    return [p.detach() - LR * g for p, g in zip(params, grads, strict=True)]
 
 
 def same(params, others):
@@ -82,7 +81,7 @@ def test_steps_are_the_same_on_any_number_of_devices(allreduce):
         device_params, devices = replicas(k)
         for step, rows in enumerate([3, 21]):
             X, y = batch(rows, seed=step)
-            before = [p.detach().clone() for p in device_params[0]]
+            before = get_params(device_params[0], CPU)
             expected = step_with_autograd_alone(X, y, before)
             assert distance(before, expected) > 1e-3  # the step does something
             total = train_batch(X, y, device_params, devices, LR, allreduce)
@@ -90,9 +89,6 @@ def test_steps_are_the_same_on_any_number_of_devices(allreduce):
             assert all(same(params, device_params[0]) for params in device_params)
             torch.testing.assert_close(total, loss(lenet(X, before), y).sum())
             assert not total.requires_grad
-
-
-# Negative controls: each is a bug that others have published, and must break the equality above
 
 
 def gap_to_one_device(rows=21):
@@ -133,7 +129,7 @@ def rebinding(data):
     ],
     ids=["mean of means", "lost rows", "no allreduce", "division by k", "not in place"],
 )
-def test_a_published_bug_is_caught(faults, monkeypatch):
+def test_a_published_bug_is_seen_as_a_gap(faults, monkeypatch):
     for name, function in faults.items():
         monkeypatch.setattr(training, name, function)
     assert gap_to_one_device() > 1e-5
@@ -200,11 +196,9 @@ def test_training_records_its_history_and_learns(tiny_data, capsys):
     assert len(history.loss) == len(history.accuracy) == len(history.seconds) == 6
     assert history.loss[0] == pytest.approx(2.303, abs=0.3)  # ln 10: as good as a guess
     assert history.loss[-1] < 1.6 and history.accuracy[-1] > 0.4
-    assert "3 virtual devices" in history.devices or "cuda" in history.devices
-    assert torch.__version__ in history.hardware
     assert same(*history.device_params[:2]) and set(calls) == {3}
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 7 and torch.__version__ in lines[0]
+    assert lines[0] == f"{history.devices} ({history.hardware})" and len(lines) == 7
     assert lines[1].startswith("epoch  1/6: loss 2.") and "test accuracy" in lines[2]
 
 
@@ -256,7 +250,7 @@ def test_one_step_on_gpus_equals_one_on_the_cpu():
     X, y = batch(21)
     device_params, devices = replicas(4)
     assert all(device.type == "cuda" for device in devices)
-    expected = step_with_autograd_alone(X, y, [p.cpu() for p in device_params[0]])
+    expected = step_with_autograd_alone(X, y, get_params(device_params[0], CPU))
     train_batch(X.cuda(), y.cuda(), device_params, devices, LR)
     for params in device_params:
         assert distance([p.cpu() for p in params], expected) < 1e-5

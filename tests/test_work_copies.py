@@ -63,9 +63,7 @@ def test_a_copy_that_was_not_changed_is_renewed(folders, saved):
 
 
 @pytest.mark.parametrize(
-    "mine",
-    [{"source": ["mine"]}, {"outputs": []}, {"metadata": {"tags": ["mine"]}}],
-    ids=["source", "output", "tag"],
+    "mine", [{"source": ["mine"]}, {"outputs": []}, {"metadata": {"tags": ["mine"]}}], ids=list
 )
 def test_a_copy_that_was_changed_stays_and_what_is_new_comes_beside_it(folders, mine):
     notebooks, work = folders
