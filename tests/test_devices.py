@@ -60,26 +60,21 @@ def test_a_device_that_is_not_there_is_named_wherever_devices_are_given(monkeypa
 def test_a_device_that_is_there_is_named_as_tensors_name_it(monkeypatch):
     assert check_devices(["cpu", CPU]) == [torch.empty(0).device] * 2
     pretend_gpus(monkeypatch, 2)
-    with pytest.raises(ValueError, match="torch sees GPUs 0 to 1"):
-        as_device("cuda:7")
-    full = torch.OutOfMemoryError("out of memory")
-    monkeypatch.setattr(torch, "empty", Mock(side_effect=full))
-    with pytest.raises(torch.OutOfMemoryError):  # a device that is full is not called absent
-        as_device("cuda:0")
-
-
-def test_what_is_no_list_of_devices_is_named():
     for call, error, words in (
-        (lambda: choose_devices(0), ValueError, "number of devices must be a positive int, not 0"),
+        (lambda: as_device("cuda:7"), ValueError, "torch sees GPUs 0 to 1"),
         (lambda: choose_devices("2"), ValueError, "must be a positive int, not '2'"),
         (lambda: check_devices("cpu"), TypeError, "must be a list of devices, not 'cpu'"),
         (lambda: check_devices([]), ValueError, "devices is empty"),
     ):
         with pytest.raises(error, match=words):
             call()
+    full = torch.OutOfMemoryError("out of memory")
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=full))
+    with pytest.raises(torch.OutOfMemoryError):  # a device that is full is not called absent
+        as_device("cuda:0")
 
 
-def test_hardware_names_threads_torch_and_the_processor(tmp_path, monkeypatch):
+def test_hardware_names_threads_torch_and_the_processor(monkeypatch):
     assert f"{torch.get_num_threads()} threads of" in hardware()
     assert torch.__version__ in hardware()
     monkeypatch.setattr(platform, "processor", lambda: "")

@@ -57,10 +57,7 @@ def test_all_runs_are_made_and_one_that_fails_is_told(monkeypatch, capsys):
     assert everywhere.main(["-x"]) == 1
     assert commands == [("-x", "default", "1"), ("-x", None, "4")]
     assert "== a: FAILED (exit status 1)" in capsys.readouterr().out
+    assert "--ignore=tests/ranks/test_launcher.py" in everywhere.command([])
     monkeypatch.setattr(everywhere, "LEFT_OUT", ("plot", "test_gone.py"))
     with pytest.raises(FileNotFoundError, match=r"tests/test_gone\.py"):
         everywhere.command([])
-
-
-def test_each_file_that_is_left_out_exists():
-    assert "--ignore=tests/ranks/test_launcher.py" in everywhere.command([])
