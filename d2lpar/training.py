@@ -4,7 +4,6 @@
 section "Training on Multiple GPUs". Notebook 02 builds this file.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -136,9 +135,9 @@ def print_progress(history: History) -> None:
         print(f"{history.devices} ({history.hardware})")
     print(
         f"epoch {epoch:2}/{history.num_epochs}: loss {history.loss[-1]:.3f}, "
-        f"test accuracy {history.accuracy[-1]:.3f}, {history.seconds[-1]:.1f} s"
+        f"test accuracy {history.accuracy[-1]:.3f}, {history.seconds[-1]:.1f} s",
+        flush=True,
     )
-    sys.stdout.flush()
 
 
 def check_train(num_devices, batch_size, lr, num_epochs=10, **named) -> None:

@@ -93,8 +93,10 @@ def run(world_size, small, *commands, stops=None, dtype=torch.float32):
             if len(saves) == stop:
                 raise KeyboardInterrupt
 
-        parts = lambda batch_size, device: tuple(Minibatches(*p, batch_size) for p in small)  # noqa: E731
-        train_ddp.load_data_fashion_mnist, train_ddp.Minibatches = parts, Minibatches
+        def load_small(batch_size, device):
+            return [Minibatches(*part, batch_size) for part in small]
+
+        train_ddp.load_data_fashion_mnist, train_ddp.Minibatches = load_small, Minibatches
         train_ddp.LeNet = lambda generator: LeNet(generator=generator).to(dtype)
         save, outcomes = train_ddp.save, []
         for command, stop in zip(commands, stops or [0] * len(commands), strict=True):
@@ -125,8 +127,8 @@ def one_process(small, num_examples, batch_size, lr, epochs, seed):
             with torch.no_grad():
                 for param in network.parameters():
                     param -= lr * param.grad
-    X, y = test.take(torch.arange(len(test.images)))
-    correct, n = int((network(X.double()).argmax(dim=1) == y).sum()), len(y)
+    X, y = test.take(torch.arange(n := len(test.images)))
+    correct = (network(X.double()).argmax(dim=1) == y).sum()
     result = f"loss {total / num_examples:.3f}, test accuracy {correct / n:.3f} ({correct} of {n})"
     return list(network.parameters()), f"epoch  {epochs}/{epochs}: {result}"
 
