@@ -35,16 +35,8 @@ _EARLIER_NAMES = (
     ("tensor_parallel", "vocab_parallel_cross_entropy"),
     ("training", "History accuracy get_params print_progress split_batch train_batch"),
 )
-_ROOMS = (
-    "collectives",
-    "ranks",
-    "data_parallel",
-    "mixed_precision",
-    "pipeline",
-    "tensor_parallel",
-    "study",
-    "plot",
-)
+_ROOMS = ("collectives", "ranks", "data_parallel", "mixed_precision", "pipeline")
+_ROOMS += ("tensor_parallel", "study", "plot")
 __all__ = [*_ROOMS, *(name for _, names in _NAMES for name in names.split())]
 
 

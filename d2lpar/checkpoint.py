@@ -5,10 +5,9 @@ So the new one is written beside the old one and brought to the disk (fsync), an
 its name, in one step (rename). For the order of these steps see Pillai et al., "All File Systems
 Are Not Created Equal: On the Complexity of Crafting Crash-Consistent Applications" (OSDI 2014).
 
-The file is in the safetensors format (https://github.com/huggingface/safetensors). Nothing is
-pickled, so loading runs no code from the file. Its metadata holds what else there is to know, as
-JSON, and a SHA-256 of that and of every tensor's name, dtype, shape and bytes. Notebook 05 uses
-this file.
+The format is safetensors (https://github.com/huggingface/safetensors): nothing is pickled, so
+loading runs no code from the file. Its metadata hold the rest, as JSON, and a SHA-256 of that and
+of every tensor's name, dtype, shape and bytes. Notebook 05 uses this file.
 """
 
 import contextlib
@@ -62,8 +61,7 @@ def save_checkpoint(
             both written, and are two tensors when loaded.
         info: what else there is to know, such as the step: anything that JSON brings back as it is.
 
-    Raises:
-        CheckpointError: the file cannot be written: no such folder, the disk is full, ...
+    Raises CheckpointError if the file cannot be written: no such folder, the disk is full, ...
     """
     # safetensors takes only tensors that are contiguous and have memory of their own
     copy = {"copy": True, "memory_format": torch.contiguous_format}
@@ -78,15 +76,11 @@ def load_checkpoint(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return ``(tensors, info)`` as they were saved, bit for bit; the tensors are on ``device``.
 
-    Raises:
-        CheckpointError: there is no such file, or it is not what save_checkpoint wrote: another
-            file, cut short, or changed.
+    Raises CheckpointError for a file that is not there, or not as ``save_checkpoint`` wrote it.
     """
     device = as_device(device)
-    damaged = CheckpointError(
-        f"{path}: it is no checkpoint, or is cut short or damaged. Copy it again, or load an older "
-        "checkpoint."
-    )
+    remedy = "Copy it again, or load an older checkpoint."
+    damaged = CheckpointError(f"{path}: it is no checkpoint, or cut short, or damaged. {remedy}")
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait for a writer
             raise OSError("it is a folder, a pipe or a device")
@@ -106,11 +100,11 @@ def load_checkpoint(
 
 def _digest(tensors: dict[str, torch.Tensor], text: str) -> str:
     """Return the SHA-256 of the text, and of the names, dtypes, shapes and bytes of the tensors."""
-    names = sorted(tensors)
-    kinds = [[name, str(tensors[name].dtype), list(tensors[name].shape)] for name in names]
+    named = sorted(tensors.items())
+    kinds = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in named]
     digest = hashlib.sha256(json.dumps([text, kinds]).encode())
-    for name in names:
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+    for _, tensor in named:
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

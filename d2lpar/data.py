@@ -20,8 +20,8 @@ import torch
 
 from .devices import as_device, try_gpu
 
-LABELS = ("t-shirt", "trouser", "pullover", "dress", "coat")
-LABELS += ("sandal", "shirt", "sneaker", "bag", "ankle boot")
+LABELS = "t-shirt", "trouser", "pullover", "dress", "coat"
+LABELS += "sandal", "shirt", "sneaker", "bag", "ankle boot"
 # Of images and labels, for training and then for testing: name, and SHA-256 when decompressed.
 FILES = {
     "train-images-idx3": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
@@ -46,11 +46,10 @@ class DataError(ValueError):
 def read_idx(path: str | Path, sha256: str | None = None) -> torch.Tensor:
     """Read a file in IDX format, with or without gzip, into a uint8 tensor of its dimensions.
 
-    Raises:
-        DataError: the file is missing, damaged, cut short or too long, not IDX, not of unsigned
-            bytes, or not the one whose decompressed bytes have this SHA-256.
+    Raises DataError for a file that is missing, damaged, not IDX of unsigned bytes, or not the one
+    whose decompressed bytes have this SHA-256.
     """
-    path, content = Path(path), _read(Path(path))
+    content = _read(path := Path(path))
     if len(content) < 4 or content[:3] != b"\0\0\x08":  # 8: of unsigned bytes
         start = content[:4].hex(" ")
         raise DataError(path, f"it starts with {start or 'nothing'}, where IDX has 00 00 08")
@@ -78,9 +77,7 @@ def _read(path: Path) -> bytearray:
     try:
         content = path.read_bytes()
         return bytearray(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
-    except EOFError:
-        raise DataError(path, "its gzip stream is cut short") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:  # cut short, or changed
         raise DataError(path, f"its gzip stream is damaged ({error})") from None
     except OSError as error:
         raise DataError(path, f"it cannot be read ({error.strerror or error})") from None
@@ -131,14 +128,11 @@ def load_data_fashion_mnist(
             names, else data/ of this repository, of the working directory, or of its parent.
         seed: of the order of the examples, which is another one in each pass.
         device: where the data set lives. None: the first GPU, else the CPU.
-
-    Raises:
-        DataError: a file is missing or wrong.
     """
     root = Path(root or os.environ.get("D2LPAR_DATA") or _find_data()).expanduser()
     device = try_gpu() if device is None else as_device(device)
-    paths = [root / f"{name}-ubyte.gz" for name in FILES]
-    parts = [read_idx(*file).to(device) for file in zip(paths, FILES.values(), strict=True)]
+    files = [read_idx(root / f"{name}-ubyte.gz", sha256) for name, sha256 in FILES.items()]
+    parts = [file.to(device) for file in files]
     return tuple(Minibatches(*part, batch_size, seed) for part in (parts[:2], parts[2:]))
 
 

@@ -3,8 +3,7 @@
 A *position* is a place in a list of devices. The list may name one device several times: every
 position is then a virtual device, with its own tensors in a memory that all of them share. What
 travels between positions goes through ``to_device``, so that a ``Ledger`` can count it on a laptop
-as well as on eight GPUs. Notebook 02 uses this file; ``try_gpu`` and ``try_all_gpus`` are the
-names of Dive into Deep Learning, section "GPUs".
+as well as on eight GPUs. Notebook 02 uses this file.
 """
 
 import platform
@@ -45,10 +44,7 @@ def choose_devices(k: int) -> tuple[list[torch.device], str]:
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
-    """Return ``device`` as tensors name theirs, such as cuda:0; an int is the number of a GPU.
-
-    Raises ValueError if this machine has no such device.
-    """
+    """Return ``device`` as tensors name theirs, such as cuda:0; an int is the number of a GPU."""
     try:
         return torch.empty(0, device=device).device
     except torch.OutOfMemoryError:  # it is there, and full
@@ -134,10 +130,9 @@ def count_bytes() -> Iterator[Ledger]:
 def to_device(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Tensor:
     """Return ``tensor`` on ``device``, on its way from position ``src`` to position ``dst``.
 
-    Positions are ints, or "host" for the place where a batch comes from. The result is the tensor
-    itself, or a view of it, where both positions share one memory: read from it, do not write to
-    it. The ledger counts the message, and the gradient that a backward pass sends back from ``dst``
-    to ``src``.
+    Positions are ints, or "host" for the place where a batch comes from. Do not write to the
+    result: where both positions share one memory, it is the tensor itself or a view of it. The
+    ledger counts the message, and the gradient that a backward pass sends back to ``src``.
     """
     record_message(tensor, src, dst)
     there = tensor.to(device)

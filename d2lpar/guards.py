@@ -5,10 +5,7 @@ from functools import wraps
 
 
 def checked(check: Callable[..., None]) -> Callable[[Callable], Callable]:
-    """Decorate a function so that each call begins with ``check`` of the same arguments.
-
-    So a function reads as its algorithm, and its check stands beside it.
-    """
+    """Decorate a function so that each call begins with ``check`` of the same arguments."""
 
     def decorate(function: Callable) -> Callable:
         @wraps(function)

@@ -2,10 +2,10 @@
 
 Each is an ``nn.Sequential`` that takes one tensor and returns the logits. ``Copy`` and ``Sum`` do
 nothing: they mark where a split inside layers would send something (``tensor_parallel``'s
-``copy_to_group`` and ``reduce_from_group``). Notebooks 04 to 07 and 09 use this file. Sources: the
-ResNet is He et al., "Deep Residual Learning for Image Recognition" (2016), with the stem for small
-images of Dive into Deep Learning; the transformer is like GPT-2 (Radford et al., 2019), without
-dropout and with its own head.
+``copy_to_group`` and ``reduce_from_group``). Notebooks 04 to 07 and 09 use this file. The ResNet is
+He et al., "Deep Residual Learning for Image Recognition" (2016), with Dive into Deep Learning's
+stem for small images; the transformer is like GPT-2 (Radford et al., 2019), without dropout and
+with its own head.
 """
 
 from collections.abc import Callable
@@ -65,10 +65,9 @@ def resnet(
     With the default widths it is ResNet-18, without normalisation in the shortcuts. The image is
     halved before each width but the first.
     """
-    stem = nn.Sequential(
-        nn.Conv2d(in_channels, widths[0], 3, padding=1), nn.BatchNorm2d(widths[0]), nn.ReLU()
-    )
-    layers, before = [stem], widths[0]
+    before = widths[0]
+    convolution = nn.Conv2d(in_channels, before, 3, padding=1)
+    layers = [nn.Sequential(convolution, nn.BatchNorm2d(before), nn.ReLU())]
     for i, width in enumerate(widths):
         layers += [Residual(before, width, stride=2 if i else 1), Residual(width, width)]
         before = width
@@ -90,10 +89,9 @@ class Residual(nn.Module):
             Sum(),
             nn.BatchNorm2d(out_channels),
         )
-        same = stride == 1 and in_channels == out_channels
-        self.shortcut = (
-            nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
-        )
+        self.shortcut = nn.Identity()
+        if stride > 1 or in_channels != out_channels:
+            self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
         """Return (n, out_channels, h / stride, w / stride)."""
@@ -131,17 +129,10 @@ class Block(nn.Module):
 
     def __init__(self, width: int, num_heads: int):
         super().__init__()
-        self.attention = nn.Sequential(
-            nn.LayerNorm(width), Copy(), Attention(width, num_heads), Sum()
-        )
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width),
-            Copy(),
-            nn.Linear(width, 4 * width),
-            nn.GELU(),
-            nn.Linear(4 * width, width),
-            Sum(),
-        )
+        attention = Attention(width, num_heads)
+        mlp = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.attention = nn.Sequential(nn.LayerNorm(width), Copy(), attention, Sum())
+        self.mlp = nn.Sequential(nn.LayerNorm(width), Copy(), *mlp, Sum())
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
         """Return (n, length, width)."""

@@ -2,14 +2,14 @@
 
     torchrun --nproc_per_node=2 -m d2lpar.train_ddp --epochs 10
 
-Every process is a rank with its own replica, and reads its own share of each batch, so that
-together they take the steps that one process would take. A checkpoint is written after each epoch,
-and oftener on request; ``--resume`` goes on from it, in the middle of an epoch too, and ends with
-the weights of a run that was never stopped, bit for bit. ``--resume-if-there`` starts from the
-beginning where there is no checkpoint yet: with it torchrun's ``--max-restarts`` goes on where a
-killed process stopped, on one machine, or on several that are started with ``--node-rank``. (With
-``--rdzv-backend=c10d`` each machine counts restarts for itself, and they do not meet again.)
-Notebook 05 runs this file.
+Every process is a rank with its own replica, and reads its own share of each batch: together they
+take the steps that one process would take. The script writes a checkpoint after each epoch, and
+more often with ``--every``. ``--resume`` goes on from it, in the middle of an epoch too, and ends
+with the weights of a run that was never stopped, bit for bit. ``--resume-if-there`` starts from the
+beginning where there is no checkpoint yet. With it, torchrun's ``--max-restarts`` goes on where a
+killed process stopped, on one machine, or on several that are started with ``--node-rank`` (not
+with ``--rdzv-backend=c10d``, where each machine counts restarts for itself). Notebook 05 runs this
+file.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +38,7 @@ from .models import lenet_layers
 from .network import loss, sgd
 
 HOW = "start it with torchrun: torchrun --nproc_per_node=2 -m d2lpar.train_ddp"
+NEWS = 2**16  # bytes of what rank 0 tells the others when it resumes, filled up with spaces
 
 
 class Progress(NamedTuple):
@@ -50,11 +50,7 @@ class Progress(NamedTuple):
 
 
 def place(environment: Mapping[str, str]) -> tuple[int, ...]:
-    """Return what torchrun has set: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
-
-    Raises:
-        ValueError: a variable is missing, or they contradict each other.
-    """
+    """Return what torchrun has set: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE."""
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
     missing = [n for n in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(n)]
     if missing:
@@ -67,11 +63,7 @@ def place(environment: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def device_of(local_rank: int, local_world_size: int, gpus: str | None) -> torch.device:
-    """Return this process's device: its entry in ``gpus``, such as "0,1,3", else GPU or CPU.
-
-    Raises:
-        ValueError: ``gpus`` is no list of different GPUs that exist, one for each local rank.
-    """
+    """Return this process's device: its entry in ``gpus``, such as "0,1,3", else GPU or CPU."""
     count = torch.cuda.device_count()
     if gpus is None:
         enough = count >= local_world_size
@@ -113,13 +105,7 @@ def _positive(kind: type) -> Callable[[str], float]:
 
 
 def train_epochs(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Train in the default process group, as the command line says; return the network.
-
-    Raises:
-        ValueError: the ranks cannot share a batch evenly.
-        CheckpointError: on all ranks, when a checkpoint cannot be loaded or is of another run; on
-            rank 0, when it cannot be saved.
-    """
+    """Train in the default process group, as the command line says; return the network."""
     world_size = dist.get_world_size()
     if args.batch_size % world_size:
         uneven = f"--batch-size {args.batch_size} cannot be shared by {world_size} ranks"
@@ -128,9 +114,8 @@ def train_epochs(args: argparse.Namespace, device: torch.device) -> nn.Module:
     images, labels = train_iter.images[: args.examples], train_iter.labels[: args.examples]
     train_iter = Minibatches(images, labels, args.batch_size)
     network = lenet_layers(generator=torch.Generator().manual_seed(args.seed)).to(device)
-    progress = Progress(0, 0, 0.0)
-    if args.resume or args.resume_if_there:
-        progress = resume(args, network)
+    resumes = args.resume or args.resume_if_there
+    progress = resume(args, network) if resumes else Progress(0, 0, 0.0)
     model = DistributedDataParallel(network, weight="rows")
     for epoch in range(progress.epoch, args.epochs):
         begin = time.perf_counter()
@@ -148,11 +133,10 @@ def train_epoch(args, progress: Progress, model: DistributedDataParallel, train_
     num_rows, num_batches = args.batch_size // dist.get_world_size(), len(train_iter)
     sampler = DistributedSampler(train_iter.images, seed=args.seed, pad=False)
     sampler.set_epoch(epoch, start=first * num_rows)
-    own = iter(sampler)
+    own = torch.tensor(list(sampler), dtype=torch.int64).to(train_iter.images.device)
     bar = {"desc": f"epoch {epoch + 1}/{args.epochs}", "total": num_batches, "initial": first}
     for i in tqdm(range(first, num_batches), **bar, disable=dist.get_rank() > 0, leave=False):
-        rows = torch.tensor(list(islice(own, num_rows)), dtype=torch.int64)  # maybe none
-        X, y = train_iter.take(rows.to(train_iter.images.device))
+        X, y = train_iter.take(own[(i - first) * num_rows :][:num_rows])  # maybe no rows
         losses = loss(model(X), y)
         losses.mean().backward()
         sgd(list(model.parameters()), args.lr, batch_size=1)  # the gradients are means already
@@ -166,9 +150,9 @@ def train_epoch(args, progress: Progress, model: DistributedDataParallel, train_
 def report(epoch, args, network: nn.Module, loss_part: float, test_iter, seconds: float) -> None:
     """Print a line about an epoch on rank 0: each rank tests its share, every example once."""
     sampler = DistributedSampler(range(len(test_iter.images)), shuffle=False, pad=False)
-    correct = 0
-    for rows in torch.tensor(list(sampler), dtype=torch.int64).split(1024):
-        X, y = test_iter.take(rows.to(test_iter.images.device))
+    own, correct = torch.tensor(list(sampler), dtype=torch.int64), 0
+    for rows in own.to(test_iter.images.device).split(1024):
+        X, y = test_iter.take(rows)
         correct += (network(X).argmax(dim=1) == y).sum().item()
     sums = torch.tensor([loss_part, correct, len(sampler)], dtype=torch.float64)
     ranks.allreduce(sums)
@@ -188,30 +172,22 @@ def save(args: argparse.Namespace, network: nn.Module, progress: Progress) -> No
 
 
 def resume(args: argparse.Namespace, network: nn.Module) -> Progress:
-    """Load the checkpoint on rank 0, and return each rank's progress.
+    """Load the checkpoint on rank 0, and return each rank's progress; errors are those of rank 0.
 
-    Only rank 0 needs the file, so the machines need not share a disk; the others get its parameters
+    Only rank 0 needs the file, so the machines need not share a disk. The others get its parameters
     from ``DistributedDataParallel``.
-
-    Raises:
-        CheckpointError: on all ranks, and with rank 0's reason.
     """
-    problem, text = None, b""
+    news = {}
     if dist.get_rank() == 0:
         try:
             news = _load(args, network)
-        except Exception as error:  # whatever it is: the others must not wait for nothing
-            known = isinstance(error, CheckpointError)
-            problem = error if known else CheckpointError(f"{args.checkpoint}: {error}")
-            news = {"problem": str(problem)}
-        text = json.dumps(news).encode()
-    length = torch.tensor([len(text)])
-    ranks.broadcast(length)
-    letters = torch.tensor(list(text or bytes(length.item())), dtype=torch.uint8)
-    ranks.broadcast(letters)
-    news = json.loads(bytes(letters.tolist()))
+        except Exception as error:  # any error: the others are waiting
+            news = {"problem": str(error)[:4096]}
+    letters = bytearray(json.dumps(news).encode().ljust(NEWS))
+    ranks.broadcast(torch.frombuffer(letters, dtype=torch.uint8))
+    news = json.loads(letters)
     if "problem" in news:
-        raise problem or CheckpointError(f"rank 0 could not resume: {news['problem']}")
+        raise CheckpointError(f"cannot resume from {args.checkpoint}: {news['problem']}")
     return Progress(news["epoch"], news["batch"], news["losses"][dist.get_rank()])
 
 
@@ -223,15 +199,13 @@ def _load(args: argparse.Namespace, network: nn.Module) -> dict:
     tensors, info = load_checkpoint(args.checkpoint)
     for name, value in _identity(args).items():
         if info.get(name) != value:
-            other = f"it is of a run with {name} {info.get(name)}, and this one has {value}"
-            raise ValueError(f"{other}: give the same, or another --checkpoint")
+            remedy = "give the same, or another --checkpoint"
+            raise ValueError(f"its run has {name} {info.get(name)}, this one {value}: {remedy}")
     if flawed := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-        remedy = "take an older one, or begin again with a smaller --lr"
-        raise ValueError(f"{', '.join(flawed)} has NaN or infinite values: {remedy}")
+        raise ValueError(f"NaN or infinite values in {', '.join(flawed)}: take an older one")
     epoch, batch = info["epoch"], info["batch"]
     if (epoch, batch) > (args.epochs, 0):
-        past = f"it stands at epoch {epoch} and batch {batch}, which is past the end"
-        raise ValueError(f"{past}: --epochs is {args.epochs}")
+        raise ValueError(f"--epochs is {args.epochs}, and it is at epoch {epoch}, batch {batch}")
     if epoch == args.epochs:
         print(f"{args.checkpoint}: all {args.epochs} epochs are done, nothing is left", flush=True)
     losses = tensors.pop("losses")

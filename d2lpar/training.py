@@ -1,11 +1,9 @@
 """Data-parallel training: a replica and a shard of every batch for each device, one allreduce.
 
 ``get_params``, ``split_batch``, ``train_batch`` and ``train`` are those of Dive into Deep Learning,
-section "Training on Multiple GPUs". They are right on virtual devices too. Notebook 02 builds this
-file.
+section "Training on Multiple GPUs". Notebook 02 builds this file.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,10 +31,6 @@ def split_batch(
 
     The shards differ by at most one row and keep the order; with fewer rows than devices the last
     ones are empty.
-
-    Raises:
-        ValueError: ``X`` and ``y`` differ in their number of rows; ``devices`` is empty, or names
-            one that is not there.
     """
     check_devices(devices)
     if X.shape[:1] != y.shape[:1]:
@@ -70,12 +64,8 @@ def train_batch(
     """Take one step of SGD in place on every replica and return the loss summed over the batch.
 
     Each device sums the gradient over its shard, the allreduce sums over devices, and every replica
-    divides by the number of rows of the whole batch: so one device or many, even shards or ragged,
-    the step is the same.
-
-    Raises:
-        ValueError: the batch is empty, ``X`` and ``y`` differ in rows, or replicas and devices in
-            number.
+    divides by the number of rows of the whole batch. So the step is the same with one device or
+    many, with even shards or uneven ones.
     """
     for params in device_params:
         for param in params:
@@ -110,9 +100,7 @@ def train_epoch(
 
 @torch.no_grad()
 def accuracy(
-    device_params: list[list[torch.Tensor]],
-    devices: list[torch.device],
-    test_iter: Minibatches,
+    device_params: list[list[torch.Tensor]], devices: list[torch.device], test_iter: Minibatches
 ) -> float:
     """Return the fraction of the examples of ``test_iter`` that the network gets right.
 
@@ -147,9 +135,9 @@ def print_progress(history: History) -> None:
         print(f"{history.devices} ({history.hardware})")
     print(
         f"epoch {epoch:2}/{history.num_epochs}: loss {history.loss[-1]:.3f}, "
-        f"test accuracy {history.accuracy[-1]:.3f}, {history.seconds[-1]:.1f} s"
+        f"test accuracy {history.accuracy[-1]:.3f}, {history.seconds[-1]:.1f} s",
+        flush=True,
     )
-    sys.stdout.flush()
 
 
 def check_train(num_devices, batch_size, lr, num_epochs=10, **named) -> None:
@@ -179,16 +167,8 @@ def train(
         lr: the learning rate, for the gradient averaged over the batch.
         num_epochs: passes over the training set.
         allreduce: sums a list of gradients, one per device, in place.
-        seed: of the parameters and of the order of the examples: the same seed means the same
-            start and the same batches for every number of devices.
+        seed: of the parameters and of the order of the examples, whatever the number of devices.
         on_progress: called with the history so far after every epoch.
-
-    Returns:
-        The history, with the trained replicas in ``device_params``.
-
-    Raises:
-        ValueError: a number is not positive.
-        DataError: the data set is missing or damaged.
     """
     devices, description = choose_devices(num_devices)
     train_iter, test_iter = load_data_fashion_mnist(batch_size, seed=seed, device=devices[0])

@@ -3,11 +3,13 @@
 import errno
 import math
 import os
+import re
 import stat
 import subprocess
 import sys
 import textwrap
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -47,9 +49,6 @@ def path(tmp_path):
     return tmp_path / "x"
 
 
-# What is saved comes back.
-
-
 def test_tensors_of_any_dtype_shape_and_bits_come_back_and_so_does_information(tmp_path):
     tensors = {'"é\\': torch.zeros(3, 0), "": torch.tensor(True)}
     for dtype in DTYPES:
@@ -67,22 +66,15 @@ def test_tensors_of_any_dtype_shape_and_bits_come_back_and_so_does_information(t
 def test_what_safetensors_itself_refuses_is_saved(tmp_path):
     base = torch.arange(24.0).reshape(2, 3, 4)
     parameter = torch.nn.Parameter(base.clone())
-    tensors = {
-        "transposed": base.mT,
-        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
-        "channels last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        "parameter": parameter,
-        "tied": parameter,
-        "part of another": base[0],
-    }
+    tensors = {"transposed": base.mT, "expanded": torch.tensor([1.0, 2.0]).expand(3, 2)}
+    tensors |= {"parameter": parameter, "tied": parameter, "part of another": base[0]}
+    tensors["channels last"] = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     save_checkpoint(tmp_path / "x", tensors)
     loaded, _ = load_checkpoint(tmp_path / "x")
-    for name, tensor in tensors.items():
-        assert torch.equal(loaded[name], tensor.detach()), name
-        assert loaded[name].is_contiguous() and not loaded[name].requires_grad
+    assert same(loaded, tensors)
+    assert not any(tensor.requires_grad for tensor in loaded.values()) and parameter.requires_grad
     loaded["tied"].zero_()
-    assert torch.equal(loaded["parameter"], parameter)  # tensors of their own, and writable
-    assert parameter.requires_grad
+    assert torch.equal(loaded["parameter"], parameter)  # its own memory, and writable
     assert load_checkpoint(tmp_path / "x", device="meta")[0]["tied"].is_meta
 
 
@@ -102,8 +94,6 @@ def test_a_checkpoint_moves_between_cpu_and_gpu(tmp_path):
     assert same(on_gpu, tensors) and all(tensor.is_cuda for tensor in on_gpu.values())
 
 
-# What cannot be saved or loaded is an error that names it, and the old file stays.
-
 JSON = "would not come back from JSON"
 
 
@@ -117,15 +107,12 @@ JSON = "would not come back from JSON"
         ({}, {"bad": math.nan}, ValueError, "not JSON compliant"),
         ({}, {"bad": (1, 2)}, ValueError, JSON),
         ({}, {"bad": {1: 2}}, ValueError, JSON),
-        ({}, {1: "one", "1": "two"}, ValueError, JSON),
         ({}, {"bad": torch.tensor(1)}, TypeError, "Tensor is not JSON serializable"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_saved_is_named(path, tensors, info, kind, words):
-    with pytest.raises(kind) as error:
+    with pytest.raises(kind, match=re.escape(words)):
         save_checkpoint(path, tensors, info)
-    assert words in str(error.value)
     assert checks_out(path, SMALL, INFO) and names(path.parent) == ["x"]
 
 
@@ -150,15 +137,11 @@ def test_a_place_that_is_no_file_is_named(path, monkeypatch):
 
 
 def test_a_symbolic_link_is_followed_and_others_may_read_the_file(path):
-    link = path.parent / "latest"
-    link.symlink_to("x")
-    save_checkpoint(link, {}, {"step": 4})
-    assert link.is_symlink() and checks_out(path, {}, {"step": 4})
+    (path.parent / "latest").symlink_to("x")
+    save_checkpoint(path.parent / "latest", {}, {"step": 4})
+    assert (path.parent / "latest").is_symlink() and checks_out(path, {}, {"step": 4})
     (path.parent / "plain").touch()
     assert path.stat().st_mode == (path.parent / "plain").stat().st_mode
-
-
-# No damage is loaded.
 
 
 def refused(path, content):
@@ -177,30 +160,19 @@ def test_every_flipped_bit_is_found(path):
 
 def test_what_is_cut_short_goes_on_or_is_another_file_is_refused(path):
     content = path.read_bytes()
-    for length in range(len(content)):
-        refused(path, content[:length])
-    refused(path, content + b"\0")
+    for other in (*(content[:length] for length in range(len(content))), content + b"\0"):
+        refused(path, other)
     refused(path, safetensors.torch.save(SMALL, {"checkpoint": "0" * 64 + " {}"}))
     refused(path, safetensors.torch.save(SMALL))
-    torch.save(SMALL, path)
-    refused(path, path.read_bytes())
-
-
-# A save that fails or is killed leaves the old file, and nothing else.
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()])
 def test_a_save_that_fails_midway_changes_nothing(path, monkeypatch, failing, error):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(os, failing, fail)
-    with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
+    words = f"^{path}: it cannot be saved .No space left" if isinstance(error, OSError) else "^$"
+    with monkeypatch.context() as patch, pytest.raises(BaseException, match=words):
+        patch.setattr(os, failing, Mock(side_effect=error))
         save_checkpoint(path, {"w": torch.ones(9)}, {"step": 4})
-    monkeypatch.undo()
-    if isinstance(error, OSError):
-        assert str(caught.value).startswith(f"{path}: it cannot be saved (No space left)")
     assert checks_out(path, SMALL, INFO) and names(path.parent) == ["x"]
 
 
@@ -220,8 +192,7 @@ def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_retu
     record("replace", os.replace)
     save_checkpoint(path, SMALL, {"step": 4})
     new, folder = ((p.stat().st_ino, p.stat().st_size) for p in (path, path.parent))
-    # of the whole file, thus nothing is left in Python's buffer
-    assert calls == [("fsync", *new), ("replace", *new), ("fsync", *folder)]
+    assert calls == [("fsync", *new), ("replace", *new), ("fsync", *folder)]  # of the whole file
 
 
 SAVER = """
@@ -271,24 +242,20 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
 
 
 def test_of_saves_at_the_same_time_one_wins_and_a_reader_sees_only_whole_ones(tmp_path):
-    path, size, problems = tmp_path / "x", 100_000, []
+    path, size = tmp_path / "x", 100_000
 
     def save(writer):
-        try:
-            for step in range(writer, 20, 2):
-                save_checkpoint(path, {"w": torch.full((size + step,), step)}, {"step": step})
-        except Exception as error:
-            problems.append(error)
+        for step in range(writer, 20, 2):
+            save_checkpoint(path, {"w": torch.full((size + step,), step)}, {"step": step})
 
     save(18)
-    writers = [threading.Thread(target=save, args=(writer,)) for writer in (0, 1)]
-    for writer in writers:
-        writer.start()
-    running = True
-    while running:
-        running = any(writer.is_alive() for writer in writers)
-        tensors, info = load_checkpoint(path)
-        step = info["step"]
-        assert torch.equal(tensors["w"], torch.full((size + step,), step))
-    assert problems == [] and names(tmp_path) == ["x"]
+    with ThreadPoolExecutor(2) as threads:
+        writers = [threads.submit(save, writer) for writer in (0, 1)]
+        running = True
+        while running:
+            running = any(writer.running() for writer in writers)
+            tensors, info = load_checkpoint(path)
+            step = info["step"]
+            assert torch.equal(tensors["w"], torch.full((size + step,), step))
+    assert [writer.result() for writer in writers] == [None, None] and names(tmp_path) == ["x"]
     assert step in (18, 19)  # the last of one of the two

@@ -1,5 +1,7 @@
 """The networks to be cut: that they are what they are called, and are marked where they are."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,11 +9,7 @@ from torch import nn
 from d2lpar.models import Copy, Sum, lenet_layers, resnet, transformer
 from d2lpar.network import init_params, lenet
 
-
-def small_transformer():
-    return transformer(50, width=16, num_heads=4, num_blocks=2, length=6)
-
-
+small_transformer = partial(transformer, 50, width=16, num_heads=4, num_blocks=2, length=6)
 MODELS = {
     "lenet": (lenet_layers, torch.rand(3, 1, 28, 28), (3, 10)),
     "resnet": (lambda: resnet((4, 8)), torch.rand(3, 1, 28, 28), (3, 10)),

@@ -1,4 +1,4 @@
-"""What every committed notebook must be, checked without executing it.
+"""What every committed notebook must be, checked without executing it; and what the tools promise.
 
 Each check takes a notebook and yields complaints. It is applied to every notebook of the book, and
 to a small one that it must refuse.
@@ -6,10 +6,7 @@ to a small one that it must refuse.
 
 import contextlib
 import copy
-import json
 import re
-import subprocess
-import sys
 import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,11 +17,8 @@ import pytest
 import run_notebooks
 import saved_cells
 import text_layout
-import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from d2lpar import launch
-from d2lpar.collectives.schedules import recursive_doubling
 from d2lpar.plot.picture import Picture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,18 +37,15 @@ def code(nb):
 
 
 def outputs(nb):
+    """(where it stands, the output, its data, all its text) of each output."""
     for number, cell in enumerate(code(nb), 1):
         for output in cell.outputs:
-            yield number, output
-
-
-def texts(output):
-    """All text of an output; pictures in base64 are no text."""
-    yield output.get("text", "")
-    yield "\n".join(output.get("traceback", []))
-    for mime, data in output.get("data", {}).items():
-        if mime not in ("image/png", "image/jpeg"):
-            yield data if isinstance(data, str) else json.dumps(data)
+            data = output.get("data", {})
+            texts = [output.get("text", ""), *output.get("traceback", [])]
+            texts += [
+                str(value) for mime, value in data.items() if not mime.endswith(("png", "jpeg"))
+            ]
+            yield f"cell [{number}]", output, data, "\n".join(texts)
 
 
 def prose(nb):
@@ -63,11 +54,7 @@ def prose(nb):
     return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
 
 
-def headings(nb):
-    return re.findall(r"^(#{1,6})\s+(.+?)\s*$", prose(nb), flags=re.M)
-
-
-def check_valid(nb):
+def check_file(nb):
     ids = [cell.get("id") for cell in nb.cells]
     if None in ids or len(set(ids)) < len(ids):
         yield "cells without an id, or with another's: make refresh"
@@ -76,130 +63,75 @@ def check_valid(nb):
         nbformat.validate(nb)
     except nbformat.ValidationError as error:
         yield f"not valid: {error.message}"
+        return
+    if nb.metadata != run_notebooks.METADATA or any("execution" in c.metadata for c in nb.cells):
+        yield f"metadata of one machine or run, {dict(nb.metadata)}: make refresh"
+    if (size := len(nbformat.writes(nb).encode())) > MAX_BYTES:
+        yield f"{size} bytes, more than {MAX_BYTES}"
 
 
-def check_metadata(nb):
-    if nb.metadata != run_notebooks.METADATA:
-        yield f"metadata of a machine, {dict(nb.metadata)}: make refresh"
-    if any("execution" in cell.metadata for cell in nb.cells):
-        yield "times of execution in a cell's metadata: make refresh"
-
-
-def check_order(nb):
+def check_execution(nb):
     counts = [cell.execution_count for cell in code(nb)]
     if counts != list(range(1, len(counts) + 1)):
         yield f"cells not executed once, in order, in a fresh kernel: {counts}"
+    for place, output, _, text in outputs(nb):
+        if output.output_type == "error" or output.get("name") == "stderr" or "Warning" in text:
+            yield f"{place} ends in an error, writes to stderr, or shows a warning: {text[:200]}"
 
 
-def check_errors(nb):
-    for number, output in outputs(nb):
-        if output.output_type == "error":
-            yield f"cell [{number}] ends in {output.ename}"
-
-
-def check_warnings(nb):
-    for number, output in outputs(nb):
-        if output.get("name") == "stderr":
-            yield f"cell [{number}] writes to stderr: {output.text[:200]}"
-        elif any("Warning" in text for text in texts(output)):
-            yield f"cell [{number}] shows a warning"
-
-
-def check_lengths(nb):
+def check_cells(nb):
+    """No long cells, half of them short, and at most two without prose before them."""
     lengths = [len(cell.source.splitlines()) for cell in code(nb)]
-    for number, length in enumerate(lengths, 1):
-        if not 1 <= length <= 25:
-            yield f"cell [{number}] has {length} lines, not 1 to 25"
-    short = sum(length < 8 for length in lengths)
-    if 2 * short < len(lengths):
-        yield f"only {short} of {len(lengths)} code cells have fewer than 8 lines"
-
-
-def check_prose(nb):
+    if not all(1 <= length <= 25 for length in lengths):
+        yield f"a code cell has not 1 to 25 lines: {lengths}"
+    if 2 * sum(length < 8 for length in lengths) < len(lengths):
+        yield f"not half of the code cells have fewer than 8 lines: {lengths}"
     kinds = "".join(cell.cell_type[0] for cell in nb.cells)
     if "ccc" in kinds or kinds.startswith("c"):
         yield f"more than two code cells without prose before them: {kinds}"
 
 
-def check_title(nb):
-    first = nb.cells[0].source if nb.cells else ""
-    titles = [text for level, text in headings(nb) if level == "#"]
-    if len(titles) != 1 or not first.startswith("# "):
-        yield f"not one title, at the top: {titles}"
-
-
-def check_exercises(nb):
-    sections = [text for level, text in headings(nb) if level in ("#", "##")]
-    if not sections or sections[-1] != "Exercises":
-        yield f"the last section is {sections[-1:]}, not Exercises"
-        return
+def check_sections(nb):
+    """One title, at the top; at the end three exercises or more, each with a target."""
+    headings = re.findall(r"^(##?)\s+(.+?)\s*$", prose(nb), flags=re.M)
+    if [level for level, _ in headings].count("#") != 1 or not nb.cells[0].source.startswith("# "):
+        yield f"not one title, at the top: {headings}"
+    if headings[-1:] != [("##", "Exercises")]:
+        yield f"the last section is {headings[-1:]}, not Exercises"
     items = re.split(r"^(?:\d+[.)]|[-*])\s", prose(nb).rpartition("Exercises\n")[2], flags=re.M)[1:]
-    if len(items) < 3:
-        yield f"{len(items)} exercises, fewer than 3"
-    for number, item in enumerate(items, 1):
-        if "target" not in item.lower():
-            yield f"exercise {number} states no target"
+    if len(items) < 3 or not all("target" in item.lower() for item in items):
+        yield f"fewer than 3 exercises, or one without a target: {items}"
 
 
-def check_size(nb):
-    size = len(nbformat.writes(nb).encode())
-    if size > MAX_BYTES:
-        yield f"{size} bytes, more than {MAX_BYTES}"
+def check_machine(nb):
+    """No path of a machine, and no default repr, which tells nothing and may show an address."""
+    for text in [*(cell.source for cell in nb.cells), *(text for *_, text in outputs(nb))]:
+        for found in MACHINE_PATH.findall(text):
+            yield f"a path of a machine: {found}"
+    for place, *_, text in outputs(nb):
+        if found := re.search(r"<Figure size|<[^<>]* at 0x[0-9a-f]+>", text):
+            yield f"{place} shows {found.group()!r}: end the line with a semicolon"
 
 
-def check_paths(nb):
-    for cell in nb.cells:
-        for found in MACHINE_PATH.findall(cell.source):
-            yield f"cell {cell.id} names a path of a machine: {found}"
-    for number, output in outputs(nb):
-        for found in MACHINE_PATH.findall("\n".join(texts(output))):
-            yield f"cell [{number}] shows a path of a machine: {found}"
-
-
-def check_alternative_text(nb):
-    for number, output in outputs(nb):
-        data, metadata = output.get("data", {}), output.get("metadata", {})
-        for mime in data:
-            if not mime.startswith("image/"):
-                continue
-            of_image = [metadata.get("alt"), metadata.get(mime, {}).get("alt")]
-            if mime == "image/svg+xml":
-                of_image.append(run_notebooks.alternative_text(data[mime]))
-            if not any(of_image):
-                yield f"cell [{number}] shows a figure without alternative text"
+def check_figures(nb):
+    """Alternative text; a PNG, since JupyterLab hides SVG in a fresh clone; and no text cut off."""
+    for place, output, data, _ in outputs(nb):
+        svg = data.get("image/svg+xml")
+        if svg and "image/png" not in data:
+            yield f"{place} shows a figure as SVG only: make refresh"
+        alt = output.get("metadata", {}).get("image/png", {}).get("alt")
+        if ("image/png" in data and not alt) or (svg and not run_notebooks.alternative_text(svg)):
+            yield f"{place} shows a figure without alternative text"
+        for complaint in text_layout.complaints(svg) if svg else ():
+            yield f"{place} shows a figure in which {complaint}"
     for image in re.findall(r"!\[\s*\]\([^)]*\)|<img\b(?![^>]*\balt=[\"'][^\"'])[^>]*>", prose(nb)):
         yield f"no alternative text: {image}"
 
 
-def check_untrusted(nb):
-    """JupyterLab hides SVG as long as a notebook is not trusted, as in a fresh clone."""
-    for number, output in outputs(nb):
-        if "image/svg+xml" in (data := output.get("data", {})) and "image/png" not in data:
-            yield f"cell [{number}] shows a figure as SVG only: make refresh"
-
-
-def check_figures(nb):
-    for number, output in outputs(nb):
-        svg = output.get("data", {}).get("image/svg+xml")
-        for complaint in text_layout.complaints(svg) if svg else ():
-            yield f"cell [{number}] shows a figure in which {complaint}"
-
-
-def check_reprs(nb):
-    """A figure's or an object's default repr tells the reader nothing (and an address changes)."""
-    for number, output in outputs(nb):
-        for text in texts(output):
-            found = re.search(r"<Figure size|<[^<>]* at 0x[0-9a-f]+>", text)
-            if found:
-                yield f"cell [{number}] shows {found.group()!r}: end the line with a semicolon"
-
-
-def check_saved_cells(nb):
+def check_code(nb):
+    """What a cell shows of the module is the module's, and all is formatted."""
     for complaint in saved_cells.check(nb, ROOT / "d2lpar"):
         yield f"{complaint}: make saved-cells"
-
-
-def check_format(nb):
     text = nbformat.writes(nb)
     if saved_cells.formatted(text).strip() != text.strip():
         yield "not formatted: make format"
@@ -208,35 +140,15 @@ def check_format(nb):
 CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_notebook(path, check):
-    assert list(check(nbformat.read(path, as_version=4))) == []
+def test_notebook(path):
+    nb = nbformat.read(path, as_version=4)
+    assert [complaint for check in CHECKS for complaint in check(nb)] == []
 
 
-def test_names():
-    """Two digits in reading order, without a gap: the order of a folder's listing."""
+def test_notebooks_are_numbered_in_reading_order_without_a_gap():
     names = [path.name for path in NOTEBOOKS]
-    assert names
-    assert all(re.fullmatch(r"\d\d_[a-z0-9_]+\.ipynb", name) for name in names), names
-    assert [int(name[:2]) for name in names] == list(range(1, len(names) + 1)), names
-
-
-def test_the_executor_between_ranks_of_notebook_03_takes_exchanges_too():
-    nb = nbformat.read(ROOT / "notebooks" / "03_allreduce.ipynb", as_version=4)
-    [cell] = [c.source for c in code(nb) if c.source.startswith("def run_my_moves")]
-    imports = "import torch, torch.distributed as dist\nfrom itertools import accumulate\n"
-    imports += "from d2lpar.collectives import num_chunks\n"
-    imports += "from d2lpar.collectives.lists import part_of\n"
-    exec(imports + cell, names := {"__name__": "__main__"})
-    run_my_moves = names["run_my_moves"]
-
-    def add_up(rank, world_size):
-        tensor = torch.full((5,), 10.0**rank)
-        run_my_moves(recursive_doubling(world_size), tensor, rank)
-        return tensor.tolist()
-
-    assert launch(add_up, 4, timeout=60) == [[1111.0] * 5] * 4
+    assert [name[:3] for name in names] == [f"{i:02}_" for i in range(1, len(names) + 1)], names
 
 
 # The checks, checked
@@ -267,12 +179,8 @@ def good():
     return nb
 
 
-def test_checks_accept_a_good_notebook():
-    assert [c for check in CHECKS for c in check(good())] == []
-
-
-def source(text):
-    return lambda nb: nb.cells[1].update(source=text)
+def source(text, cell=1):
+    return lambda nb: nb.cells[cell].update(source=text)
 
 
 def output(*values):
@@ -284,52 +192,43 @@ def last(old, new):
 
 
 HOME = "/".join(["", "home", "me", "x.py"])
+WIDE = Picture.around('<text x="99" y="9">W</text>', 100, 50, "W").svg
 BAD = [  # (the check that must refuse, how to spoil the good notebook)
-    (check_valid, lambda nb: nb.cells[1].update(id=nb.cells[2].id)),
-    (check_valid, lambda nb: nb.cells[1].pop("outputs")),
-    (check_metadata, lambda nb: nb.metadata.kernelspec.update(name="my-env")),
-    (check_metadata, lambda nb: nb.cells[1].metadata.update(execution={})),
-    (check_order, lambda nb: nb.cells[1].update(execution_count=3)),
-    (check_errors, output(new_output("error", ename="ValueError", evalue="", traceback=[]))),
-    (check_warnings, output(shown("x", name="stderr"))),
-    (check_warnings, output(shown("x.py:1: UserWarning: y"))),
-    (check_lengths, source("x\n" * 26)),
-    (check_lengths, source("")),
-    (check_lengths, lambda nb: [cell.update(source="x\n" * 8) for cell in code(nb)]),
-    (check_prose, lambda nb: nb.cells.insert(1, new_code_cell("x"))),
-    (check_prose, lambda nb: nb.cells.pop(0)),
-    (check_title, lambda nb: nb.cells[0].update(source="No title")),
-    (check_title, last("## ", "# ")),
-    (check_exercises, last("## Exercises", "## Summary")),
-    (check_exercises, last("3. Do it", "Do it")),
-    (check_exercises, last("*Target: 2 steps.*", "")),
-    (check_exercises, lambda nb: nb.cells.append(new_markdown_cell("## More"))),
-    (check_size, output(shown("x" * MAX_BYTES))),
-    (check_paths, source(f"open('{HOME}')")),
-    (check_paths, output(shown(HOME))),
-    (check_paths, output(figure(text=HOME))),
-    (check_alternative_text, output(figure(alt=""))),
-    (check_alternative_text, output(new_output("display_data", {"image/png": PNG}))),
-    (check_alternative_text, lambda nb: nb.cells[0].update(source="# A\n![](a.png)")),
-    (check_alternative_text, lambda nb: nb.cells[0].update(source='# A\n<img src="a.png">')),
-    (check_untrusted, output(new_output("display_data", {"image/svg+xml": SVG}))),
-    (
-        check_figures,
-        output(figure(Picture.around('<text x="99" y="9">W</text>', 100, 50, "W").svg)),
-    ),
-    (check_reprs, output(figure(text="<Figure size 640x480 with 1 Axes>"))),
-    (check_reprs, output(shown("[<matplotlib.lines.Line2D at 0x7f3a>]"))),
-    (check_saved_cells, source("#@save d2lpar.collectives.schedules\ndef ring(k): ...")),
-    (check_format, source("x=1")),
+    (check_file, lambda nb: nb.cells[1].update(id=nb.cells[2].id)),
+    (check_file, lambda nb: nb.cells[1].pop("outputs")),
+    (check_file, lambda nb: nb.metadata.kernelspec.update(name="my-env")),
+    (check_file, lambda nb: nb.cells[1].metadata.update(execution={})),
+    (check_file, output(shown("x" * MAX_BYTES))),
+    (check_execution, lambda nb: nb.cells[1].update(execution_count=3)),
+    (check_execution, output(new_output("error", ename="E", evalue="", traceback=[]))),
+    (check_execution, output(shown("x", name="stderr"))),
+    (check_execution, output(shown("x.py:1: UserWarning: y"))),
+    (check_cells, source("x\n" * 26)),
+    (check_cells, lambda nb: [cell.update(source="x\n" * 8) for cell in code(nb)]),
+    (check_cells, lambda nb: nb.cells.insert(1, new_code_cell("x"))),
+    (check_cells, lambda nb: nb.cells.pop(0)),
+    (check_sections, source("No title", cell=0)),
+    (check_sections, last("## Exercises", "## Summary")),
+    (check_sections, last("3. Do it", "Do it")),
+    (check_sections, last("*Target: 2 steps.*", "")),
+    (check_machine, source(f"open('{HOME}')")),
+    (check_machine, output(shown(HOME))),
+    (check_machine, output(shown("[<matplotlib.lines.Line2D at 0x7f3a>]"))),
+    (check_figures, output(figure(alt=""))),
+    (check_figures, source("# A\n![](a.png)", cell=0)),
+    (check_figures, output(new_output("display_data", {"image/svg+xml": SVG}))),
+    (check_figures, output(figure(WIDE))),
+    (check_code, source("#@save d2lpar.collectives.schedules\ndef ring(k): ...")),
+    (check_code, source("x=1")),
 ]
 
 
-def test_each_check_refuses():
+def test_each_check_accepts_a_good_notebook_and_refuses_a_bad_one():
+    assert [complaint for check in CHECKS for complaint in check(good())] == []
     for number, (check, spoil) in enumerate(BAD):
         nb = good()
         spoil(nb)
         assert list(check(nb)), (number, check)
-    assert {check for check, _ in BAD} == set(CHECKS)
 
 
 # Saved cells
@@ -340,6 +239,9 @@ import functools
 
 
 @functools.cache
+@checked(
+    check_double,
+)
 def double(x):
     """Return twice x.
 
@@ -354,6 +256,7 @@ class Box:
     and more.
     """
 
+    @checked(check_f)
     def f(self):
         """One line."""
 
@@ -364,6 +267,13 @@ class Box:
             return 1  # trailing
 
         return inner
+
+
+def long():
+    """{}.
+
+    More.
+    """
 '''
 
 SAVED = '''\
@@ -387,81 +297,28 @@ def double(x):
     # a comment says why
     return 2 * x'''
 
-
-@pytest.fixture
-def package(tmp_path):
-    (tmp_path / "room").mkdir()
-    for folder in (tmp_path, tmp_path / "room"):
-        (folder / "boxes.py").write_text(MODULE)
-    return tmp_path
-
-
-def test_saved_cell_is_rewritten_in_its_own_order(package):
-    stub = "#@save d2lpar.boxes\nclass Box: ...\ndef double(): ..."
-    nb = new_notebook(cells=[new_code_cell(stub), new_code_cell("1 + 1")])
-    assert saved_cells.check(nb, package)
-    assert len(saved_cells.rewrite(nb, package)) == 1
-    assert [cell.source for cell in nb.cells] == [SAVED, "1 + 1"]
-    assert saved_cells.check(nb, package) == []
-    assert saved_cells.rewrite(nb, package) == []
-
-
-def test_saved_cells_are_formatted_as_ruff_does(package):
-    assert saved_cells.expected(SAVED, package) == SAVED
-    text = SAVED.replace("#@save", "# @save") + "\n"
-    ruff = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "x.py", "-"]
-    result = subprocess.run(ruff, input=text, capture_output=True, text=True, cwd=ROOT)
-    assert result.stdout == text, result.stderr
-
-
 NO_CELLS = [
     ("#@save d2lpar.boxes\ndef triple(): ...", "d2lpar/boxes.py has no function or class triple"),
-    ("#@save d2lpar.room.boxes\ndef f(): ...", "d2lpar/room/boxes.py has no function"),
     ("#@save d2lpar.room.bags\ndef f(): ...", "d2lpar/room/bags.py, which does not exist"),
     ("#@save d2lpar.boxes\ndef double(): ...\nx = 1", "line 3 of the cell is neither"),
     ("#@save d2lpar.boxes\ndef double(", "line 2 is no Python"),
     ("#@save d2lpar.boxes", "names no function or class"),
     ("#@save boxes\ndef double(): ...", "should read '#@save d2lpar.<file>'"),
-    ("#@save d2lpar.a.room.boxes\ndef f(): ...", "should read '#@save d2lpar.<file>'"),
     ("import os\n#@save d2lpar.boxes\ndef f(): ...", "has to be the cell's first line"),
-    ("#@save d2lpar.long\ndef f(): ...", "1 to 97 columns"),
+    ("#@save d2lpar.boxes\ndef long(): ...", "1 to 97 columns"),
 ]
 
 
-def test_saved_cell_errors_name_both(package):
-    (package / "long.py").write_text(f'def f():\n    """{"x" * 92}.\n\n    More.\n    """\n')
+def test_a_saved_cell_shows_the_module_in_its_own_order_without_guards_and_names_errors(tmp_path):
+    (tmp_path / "boxes.py").write_text(MODULE.format("x" * 92))
+    stub = "#@save d2lpar.boxes\nclass Box: ...\ndef double(): ..."
+    nb = new_notebook(cells=[new_code_cell(stub), new_code_cell("1 + 1")])
+    assert saved_cells.check(nb, tmp_path) and len(saved_cells.rewrite(nb, tmp_path)) == 1
+    assert [cell.source for cell in nb.cells] == [SAVED, "1 + 1"]
+    assert saved_cells.check(nb, tmp_path) == saved_cells.rewrite(nb, tmp_path) == []
     for cell, complaint in NO_CELLS:
         with pytest.raises(ValueError, match=re.escape(complaint)):
-            saved_cells.rewrite(new_notebook(cells=[new_code_cell(cell)]), package)
-
-
-GUARDED = '''
-class Box:
-    @property
-    @checked(
-        check_area,
-    )
-    def area(self):
-        """Return it.
-
-        Raises ValueError.
-        """
-        return self.size**2
-
-
-@checked(check_double)
-def double(x):
-    return 2 * x
-'''
-
-
-def test_saved_cell_shows_no_guards(package):
-    (package / "room" / "boxes.py").write_text(GUARDED)
-    box = saved_cells.expected("#@save d2lpar.room.boxes\nclass Box: ...", package)
-    property = '    @property\n    def area(self):\n        """Return it."""'
-    assert box.endswith(f"class Box:\n{property}\n        return self.size**2")
-    double = saved_cells.expected("#@save d2lpar.room.boxes\ndef double(): ...", package)
-    assert double == "#@save d2lpar.room.boxes\ndef double(x):\n    return 2 * x"
+            saved_cells.rewrite(new_notebook(cells=[new_code_cell(cell)]), tmp_path)
 
 
 # The runner, on notebooks that take no time
@@ -474,17 +331,23 @@ def environment(monkeypatch):
 
 
 def run(folder, *cells, arguments=()):
-    nb = new_notebook(cells=[new_markdown_cell("# [Next](02_next.ipynb)")])
-    nb.cells += [new_code_cell(cell) for cell in cells]
+    nb = new_notebook(cells=[new_markdown_cell("# [Next](02_next.ipynb)\n![x](img/ring.svg)")])
+    nb.cells += map(new_code_cell, cells)
     nbformat.write(nb, folder / "01_toy.ipynb")
+    (folder / "img").mkdir()
+    (folder / "img" / "ring.svg").write_text(SVG)
     build = folder / "build"
-    status = run_notebooks.main(["--folder", str(folder), "--build", str(build), *arguments])
+    status = run_notebooks.main([f"--folder={folder}", f"--build={build}", *arguments])
     return status, build / "01_toy.ipynb"
 
 
-def test_runner_refreshes(tmp_path, capsys):
-    svg = f"from IPython.display import SVG\nSVG({SVG!r})"
-    status, built = run(tmp_path, "print(1, end='')\nprint(2)", svg, arguments=["--refresh"])
+def test_runner_refreshes_and_leaves_no_temporary_files(tmp_path, monkeypatch, capsys):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    use = "from multiprocessing.util import get_temp_dir\nprint(get_temp_dir())"
+    status, built = run(tmp_path, "print(1, end='')\nprint(2)", use, arguments=["--refresh"])
     assert status == 0
     printed = capsys.readouterr().out
     assert re.search(r"01_toy.ipynb \.\.\. +\d+\.\d s\n1 notebook.* in \d+", printed)
@@ -494,97 +357,52 @@ def test_runner_refreshes(tmp_path, capsys):
     assert nb.metadata == run_notebooks.METADATA
     assert [cell.execution_count for cell in code(nb)] == [1, 2]
     assert code(nb)[0].outputs == [shown("12\n")]
-    page = built.with_suffix(".html").read_text()
-    assert 'alt="a ring of 4"' in page
-    assert 'href="02_next.html"' in page
+    assert str(temporary) in code(nb)[1].outputs[0].text and list(temporary.iterdir()) == []
+    assert 'href="02_next.html"' in built.with_suffix(".html").read_text()
+    assert (built.parent / "img" / "ring.svg").read_text() == SVG
 
 
-def test_runner_leaves_no_temporary_files(tmp_path, monkeypatch):
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    use = "from multiprocessing.util import get_temp_dir\nget_temp_dir()"
-    status, built = run(tmp_path, use)
-    assert status == 0
-    assert str(temporary) in code(nbformat.read(built, 4))[0].outputs[0].data["text/plain"]
-    assert list(temporary.iterdir()) == []
-
-
-def page_of(*values, markdown="# A title"):
-    code_cell = new_code_cell("x", outputs=list(values))
-    nb = new_notebook(cells=[new_markdown_cell(markdown), code_cell])
-    return run_notebooks.to_html(nb, Path("01_toy.ipynb"))
-
-
-def images(page):
-    """(alternative text, type) of every image."""
-    found = []
-    parser = HTMLParser()
-    parser.handle_startendtag = lambda tag, attributes: (
-        tag == "img" and found.append(dict(attributes))
-    )
+def test_a_page_has_its_pictures_asks_nothing_of_the_network_and_is_scrolled_by_keys(tmp_path):
+    (tmp_path / "ring.svg").write_text(SVG)
+    both = figure(svg=SVG.replace("a ring of 4", "&quot;4&quot; &amp; 5"))
+    png = figure(alt='<"4" & 5>')
+    del png.data["image/svg+xml"]
+    text = "# A title\n[Away](https://d2l.ai) costs $1 or $2. ![a ring](ring.svg)\n```\nmake\n```"
+    cell = new_code_cell("x", outputs=[both, png, shown("x " * 99)])
+    nb = new_notebook(cells=[new_markdown_cell(text), cell])
+    page, found, parser = run_notebooks.to_html(nb, tmp_path / "01_toy.ipynb"), [], HTMLParser()
+    parser.handle_startendtag = lambda tag, attributes: found.append((tag, dict(attributes)))
     parser.feed(page)
-    return [(image["alt"], re.match("data:([^;]*);", image["src"])[1]) for image in found]
-
-
-def test_a_page_shows_the_svg_and_either_form_has_its_alternative_text():
-    both = figure(svg=SVG.replace("a ring of 4", "&quot;4&quot; &amp; 5"), alt='<"4" & 5>')
-    assert images(page_of(both)) == [('"4" & 5', "image/svg+xml")]
-    del both.data["image/svg+xml"]
-    assert images(page_of(both)) == [('<"4" & 5>', "image/png")]
-
-
-def test_a_page_shows_the_drawings_of_the_text_and_the_results_have_them_too(tmp_path):
-    (tmp_path / "img").mkdir()
-    (tmp_path / "img" / "ring.svg").write_text(SVG)
-    nb = new_notebook(cells=[new_markdown_cell("![a ring](img/ring.svg)"), new_code_cell("1")])
-    page = run_notebooks.to_html(nb, tmp_path / "01_toy.ipynb")
-    assert images(page) == [("a ring", "image/svg+xml")]
-    assert run(tmp_path, "1")[1].with_name("img").joinpath("ring.svg").read_text() == SVG
-
-
-def test_a_page_asks_nothing_of_the_network():
-    page = page_of(figure(), markdown="# A title\n\n[Away](https://d2l.ai) costs $1 or $2.")
+    images = [(image["alt"], image["src"][:14]) for tag, image in found if tag == "img"]
+    svg, png = "data:image/svg", "data:image/png"
+    assert images == [("a ring", svg), ('"4" & 5', svg), ('<"4" & 5>', png)]
     assert '<a href="https://d2l.ai">' in page  # followed only by those who want to
     assert "<script" not in page
     assert re.findall(r"""(?:src|<link [^>]*href)=["']?(?:https?:)?//""", page) == []
     assert re.findall(r"(?:@import|url\()[\s\"']*(?:https?:)?//", page) == []
-
-
-def test_what_is_wide_on_a_page_can_be_scrolled_with_the_keyboard():
-    page = page_of(shown("x " * 99), markdown="# A title\n\n```\nmake\n```")
     assert page.count('<pre tabindex="0">') == page.count("<pre") == 3
 
 
-def test_runner_stops_with_the_cell_and_its_traceback(tmp_path, capsys):
-    before = "x = 0"
-    status, built = run(tmp_path, before, "1 / x  # here", arguments=["--refresh"])
-    assert status == 1
-    report = capsys.readouterr().out
-    assert "In cell [2]:\n\n    1 / x  # here\n" in report
-    assert "ZeroDivisionError: division by zero" in report
-    assert "\x1b" not in report
-    assert not built.with_suffix(".html").exists()
-    assert not code(nbformat.read(tmp_path / "01_toy.ipynb", as_version=4))[1].outputs  # as it was
-
-
 @pytest.mark.parametrize(
-    "hangs, arguments, reason",
+    "fails, arguments, reason",
     [
-        ("time.sleep(600)", ["--idle-limit=2"], "Nothing was computed for 2 s (--idle-limit)"),
-        ("while True: pass", ["--notebook-limit=12"], "used up its 12 s (--notebook-limit)"),
+        ("1 / x  # here", "--refresh", "ZeroDivisionError: division by zero"),
+        ("time.sleep(600)", "--idle-limit=2", "Nothing was computed for 2 s (--idle-limit)"),
+        ("while True: pass", "--notebook-limit=12", "used up its 12 s (--notebook-limit)"),
     ],
 )
-def test_runner_does_not_wait_for_ever(tmp_path, capsys, hangs, arguments, reason):
-    child = "import subprocess, time\nprint(subprocess.Popen(['sleep', '600']).pid)"
-    status, built = run(tmp_path, child, hangs, arguments=arguments)
-    assert status == 1
+def test_runner_stops_with_what_fails_or_hangs_and_all_that_it_started(
+    tmp_path, capsys, fails, arguments, reason
+):
+    child = "import subprocess, time\nx = 0\nprint(subprocess.Popen(['sleep', '600']).pid)"
+    status, built = run(tmp_path, child, fails, arguments=[arguments])
     report = capsys.readouterr().out
-    assert f"In cell [2]:\n\n    {hangs}" in report
-    assert reason in report
+    assert status == 1 and f"In cell [2]:\n\n    {fails}" in report
+    assert reason in report and "\x1b" not in report
+    assert not built.with_suffix(".html").exists()
+    assert not code(nbformat.read(tmp_path / "01_toy.ipynb", as_version=4))[1].outputs  # as it was
     pid = int(code(nbformat.read(built, as_version=4))[0].outputs[0].text)
-    with contextlib.suppress(psutil.NoSuchProcess):  # what the cell started has ended with it
+    with contextlib.suppress(psutil.NoSuchProcess):
         assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 

@@ -67,10 +67,8 @@ def test_tests_that_hang_fail_alone_and_their_processes_end(tmp_path):
     path, mark = os.pathsep.join([str(ROOT / "tools"), str(ROOT)]), uuid.uuid4().hex
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "test_toys.py"],
-        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path, "TOYS": mark},
-        capture_output=True,
-        text=True,
+        **{"cwd": tmp_path, "capture_output": True, "text": True},
     )
     lines = [line.split() for line in done.stdout.splitlines() if line.endswith("%]")]
     outcomes = [outcome for _, outcome, *_ in lines]  # the stuck fixture's test has two

@@ -24,58 +24,43 @@ HERE = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "
 HERE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-# The command line
-
-
 def test_a_process_finds_its_place_and_its_device(monkeypatch):
     assert place(HERE) == (3, 1, 4, 2)
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    assert place({**HERE, **alone}) == (0, 0, 1, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert [device_of(i, 3, "0,1,3").index for i in range(3)] == [0, 1, 3]
     assert device_of(2, 4, None) == torch.device("cuda", 2)
     assert device_of(2, 5, None) == torch.device("cpu")
+    for gpus in ("0,1", "0,1,1", "0,1,4", "0,1,x", ""):
+        words = f"--gpus {gpus}: 3 processes need .* this machine has 4"
+        with pytest.raises(ValueError, match=words):
+            device_of(0, 3, gpus)
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
+def test_place_names_what_is_missing_and_contradictions():
+    for changes, words in (
         ({"RANK": "", "MASTER_ADDR": ""}, "not set: RANK, MASTER_ADDR; start it with torchrun"),
         ({"RANK": "4"}, "contradict each other: RANK=4, LOCAL_RANK=1, WORLD_SIZE=4, LOCAL_WORLD"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2"),
         ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5"),
         ({"RANK": "0"}, "RANK=0, LOCAL_RANK=1"),
-    ],
-)
-def test_place_names_what_is_missing_and_contradictions(changes, words):
-    with pytest.raises(ValueError, match=words):
-        place({**HERE, **changes})
+    ):
+        with pytest.raises(ValueError, match=words):
+            place({**HERE, **changes})
 
 
-@pytest.mark.parametrize("gpus", ["0,1", "0,1,1", "0,1,4", "0,1,x", "", "-1,0,1"])
-def test_device_refuses_other_lists(monkeypatch, gpus):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(ValueError, match=f"--gpus {gpus}: 3 processes need .* this machine has 4"):
-        device_of(0, 3, gpus)
-
-
-def test_numbers_must_be_positive_and_finite(capsys):
+def test_a_wrong_start_ends_with_one_line(monkeypatch, capsys):
     for option in ("--epochs 0", "--batch-size -1", "--lr nan", "--timeout inf", "--every 0"):
         with pytest.raises(SystemExit):
             arguments(option.split())
         assert f"{option.split()[1]} is not positive and finite" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "changes, words", [({}, "there is no folder /no"), ({"RANK": ""}, "not set")]
-)
-def test_a_wrong_start_ends_with_one_line(changes, words, monkeypatch):
-    for name, value in {**HERE, "RANK": "0", "LOCAL_RANK": "0", **changes}.items():
+    for name, value in {**HERE, "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as stopped:  # which prints the text and exits with 1
-        main(["--checkpoint", "/no/x", "--timeout=1"])
-    text = stopped.value.code
-    assert text.startswith("d2lpar.train_ddp: ") and words in text and "\n" not in text
+    for words in ("there is no folder /no", "not set: RANK; start it"):
+        with pytest.raises(SystemExit) as stopped:  # which prints the text and exits with 1
+            main(["--checkpoint", "/no/x", "--timeout=1"])
+        text = stopped.value.code
+        assert text.startswith("d2lpar.train_ddp: ") and words in text and "\n" not in text
+        monkeypatch.delenv("RANK", raising=False)
 
 
 # Training
@@ -92,8 +77,7 @@ def run(world_size, small, *commands, stops=None, dtype=torch.float32):
     """Train in new ranks by one command line after the other; return each rank's outcomes.
 
     An outcome is the list of parameters, or the error as text. ``stops`` has for each command line
-    the number of saves after which all ranks are interrupted; 0: never. The script trains in
-    float32; ``dtype=torch.float64`` makes it compute so that rounding does not grow.
+    the number of saves after which all ranks are interrupted; 0: never.
     """
 
     def work(rank, world_size):
@@ -104,14 +88,14 @@ def run(world_size, small, *commands, stops=None, dtype=torch.float32):
                 X, y = super().take(rows)
                 return X.to(dtype), y
 
-        def load_small(batch_size, device):
-            return tuple(Minibatches(*part, batch_size) for part in small)
-
         def save_and_stop(saves, stop, *args):
             save(*args)
             saves.append(1)
             if len(saves) == stop:
                 raise KeyboardInterrupt
+
+        def load_small(batch_size, device):
+            return [Minibatches(*part, batch_size) for part in small]
 
         train_ddp.load_data_fashion_mnist, train_ddp.Minibatches = load_small, Minibatches
         train_ddp.lenet_layers = lambda generator: lenet_layers(generator=generator).to(dtype)
@@ -129,7 +113,7 @@ def run(world_size, small, *commands, stops=None, dtype=torch.float32):
 
 
 def one_process(small, num_examples, batch_size, lr, epochs, seed):
-    """Return what training in one process, in float64, ends with and would report."""
+    """What training in one process, in float64, ends with and would report."""
     network = lenet_layers(generator=torch.Generator().manual_seed(seed)).double()
     data, test = (Minibatches(*part, batch_size) for part in small)
     for epoch in range(epochs):
@@ -144,8 +128,8 @@ def one_process(small, num_examples, batch_size, lr, epochs, seed):
             with torch.no_grad():
                 for param in network.parameters():
                     param -= lr * param.grad
-    X, y = test.take(torch.arange(len(test.images)))
-    correct, n = int((network(X.double()).argmax(dim=1) == y).sum()), len(y)
+    X, y = test.take(torch.arange(n := len(test.images)))
+    correct = (network(X.double()).argmax(dim=1) == y).sum()
     result = f"loss {total / num_examples:.3f}, test accuracy {correct / n:.3f} ({correct} of {n})"
     return list(network.parameters()), f"epoch  {epochs}/{epochs}: {result}"
 
@@ -159,19 +143,20 @@ def test_ranks_train_like_one_process(world_size, small, tmp_path, capsys):
     # 301 examples: the last batch has one, so of 2 or 3 ranks only rank 0 has any of it
     options = "--examples=301", "--batch-size=60", "--epochs=2", "--lr=0.5", "--seed=3"
     command = f"--checkpoint={tmp_path / 'net'}", *options
-    results = run(world_size, small, command, dtype=torch.float64)
-    params = [of_rank[0] for of_rank in results]
+    params = [params for [params] in run(world_size, small, command, dtype=torch.float64)]
     assert all(same(others, params[0]) for others in params)
     expected, report = one_process(small, 301, 60, 0.5, epochs=2, seed=3)
     start = list(lenet_layers(generator=torch.Generator().manual_seed(3)).parameters())
     assert distance(params[0], expected) < 1e-12 < 1e-3 < distance(start, expected)
     out, bars = capsys.readouterr()
-    assert f"[rank 0] {report}, " in out
-    assert out.count("epoch") == 2  # a line for each, of rank 0
+    assert f"[rank 0] {report}, " in out and out.count("epoch") == 2  # a line for each, of rank 0
     assert bars.startswith("[rank 0] \repoch 1/2:   0%") and bars.count("[rank ") == 1
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_bits(small, tmp_path, capsys):
+    def reports():  # without the seconds, which no two runs share
+        return re.findall(r"epoch .*\)", capsys.readouterr().out)
+
     options = "--examples=600", "--batch-size=100", "--epochs=2", "--every=2"
     # after so many saves: two in the first epoch, one at its end, one in the second
     places = {1: (0, 2), 2: (0, 4), 3: (1, 0), 4: (1, 2)}
@@ -181,19 +166,14 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(small, tmp_path, capsys)
     for n, place_of_stop in places.items():
         _, info = load_checkpoint(tmp_path / str(n))
         assert (info["epoch"], info["batch"]) == place_of_stop
-    epoch_1, epoch_2, *_ = reports(capsys)
+    epoch_1, epoch_2, *_ = reports()
     # the first one is stopped once more, where the second one was, and goes on again
     resumed = {n: (*command[n], "--resume") for n in places}
     assert run(2, small, resumed[1], stops=[1]) == [["KeyboardInterrupt: "]] * 2
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
     for outcomes in run(2, small, *resumed.values()):
         assert all(same(params, first[0]) for params in outcomes)
-    assert reports(capsys) == [epoch_1, epoch_2] * 2 + [epoch_2] * 2
-
-
-def reports(capsys):
-    """What was reported of each epoch, without the seconds, which no two runs share."""
-    return re.findall(r"epoch .*\)", capsys.readouterr().out)
+    assert reports() == [epoch_1, epoch_2] * 2 + [epoch_2] * 2
 
 
 def test_what_cannot_be_resumed_is_named_on_every_rank(small, tmp_path):
@@ -202,41 +182,35 @@ def test_what_cannot_be_resumed_is_named_on_every_rank(small, tmp_path):
     tensors, info = load_checkpoint(tmp_path / "net")
     weights = tensors["0.2.W"]
     flaws = {
-        "it is of a run with lr 0.3, and this one has 0.2: give the same": ({}, {"lr": 0.3}),
-        "0.2.W has NaN or infinite values": ({"0.2.W": weights / 0}, {}),
+        "its run has lr 0.3, this one 0.2: give the same": ({}, {"lr": 0.3}),
+        "NaN or infinite values in 0.2.W": ({"0.2.W": weights / 0}, {}),
         "size mismatch for 0.2.W": ({"0.2.W": weights.reshape(-1)}, {}),
-        'Unexpected key(s) in state_dict: "extra"': ({"extra": torch.ones(1)}, {}),
-        "epoch 99 and batch 0, which is past the end: --epochs is 1": ({}, {"epoch": 99}),
-        "epoch 1 and batch 1, which is past the end": ({}, {"batch": 1}),
+        "--epochs is 1, and it is at epoch 99, batch 0": ({}, {"epoch": 99}),
+        "--epochs is 1, and it is at epoch 1, batch 1": ({}, {"batch": 1}),
     }
     for i, (tensor, place_of_stop) in enumerate(flaws.values()):
         save_checkpoint(tmp_path / str(i), {**tensors, **tensor}, {**info, **place_of_stop})
-    words = [*flaws, "it cannot be read (No such file"]  # of the last there is no checkpoint
-    commands = [(f"--checkpoint={tmp_path / str(i)}", *options) for i in range(len(words))]
-    first, second = run(2, small, *[(*command, "--resume") for command in commands])
-    for i, word in enumerate(words):
-        assert first[i].startswith(f"CheckpointError: {tmp_path / str(i)}: ") and word in first[i]
-        reason = first[i].removeprefix("CheckpointError: ")
-        assert second[i] == f"CheckpointError: rank 0 could not resume: {reason}"
+    paths = [tmp_path / str(i) for i in range(len(flaws) + 1)]  # there is no file for the last
+    words = [*flaws, "it cannot be read (No such file"]
+    commands = [(f"--checkpoint={path}", *options, "--resume") for path in paths]
+    for *errors, uneven in run(2, small, *commands, ("--batch-size=33",)):
+        assert "33 cannot be shared by 2 ranks: take a multiple of 2" in uneven
+        for error, path, word in zip(errors, paths, words, strict=True):
+            assert error.startswith(f"CheckpointError: cannot resume from {path}: "), error
+            assert word in error
 
 
 def test_resume_if_there_begins_where_there_is_no_checkpoint_yet(small, tmp_path, capsys):
-    options = f"--checkpoint={tmp_path / 'net'}", "--examples=64", "--batch-size=32", "--epochs=1"
-    plain, there = (f"--checkpoint={tmp_path / 'other'}", *options[1:]), "--resume-if-there"
-    for outcomes in run(2, small, plain, (*options, there), (*options, there)):
-        assert same(outcomes[0], outcomes[1]) and same(outcomes[0], outcomes[2])
+    options = "--examples=64", "--batch-size=32", "--epochs=1"
+    there = f"--checkpoint={tmp_path / 'net'}", *options, "--resume-if-there"
+    for plain, first, again in run(
+        2, small, (f"--checkpoint={tmp_path / 'other'}", *options), there, there
+    ):
+        assert same(first, plain) and same(again, plain)
     out = capsys.readouterr().out
-    assert out.count(f"{tmp_path / 'net'}: there is none yet, so this is the beginning") == 1
-    assert out.count(f"{tmp_path / 'net'}: all 1 epochs are done, nothing is left") == 1
+    assert out.count("net: there is none yet, so this is the beginning") == 1
+    assert out.count("net: all 1 epochs are done, nothing is left") == 1
     assert out.count("epoch  1/1") == 2  # the third run had nothing to do
-
-
-def test_batches_must_be_shared_evenly(small):
-    for outcomes in run(3, small, ("--batch-size=100",)):
-        assert "100 cannot be shared by 3 ranks: take a multiple of 3" in outcomes[0]
-
-
-# The script itself
 
 
 def torchrun(*options, how=("--standalone",), script=("-m", "d2lpar.train_ddp")):
@@ -252,20 +226,14 @@ def torchrun(*options, how=("--standalone",), script=("-m", "d2lpar.train_ddp"))
 def test_torchrun_trains_saves_and_resumes(small, tmp_path):
     path, other = tmp_path / "net", tmp_path / "other"
     done = torchrun("--examples=512", f"--checkpoint={path}", "--epochs=1")
-    assert done.stdout.count("epoch  1/1: loss 2.30") == 1, done.stdout
-    assert "of 10000)" in done.stdout
+    assert done.stdout.count("epoch  1/1: loss 2.30") == 1 and "of 10000)" in done.stdout
     bars = re.findall(r"^epoch 1/1: +(\d+)%.*?(\d)/2 ", done.stderr, re.MULTILINE)
     assert bars == [("0", "0"), ("50", "1"), ("100", "2")], done.stderr  # not those of two ranks
-    half = load_checkpoint(path)
+    half = path.read_bytes()
     done = torchrun("--examples=512", f"--checkpoint={path}", "--epochs=2", "--resume")
     assert "epoch  2/2" in done.stdout and "epoch  1/2" not in done.stdout
     run(2, small, ("--examples=512", f"--checkpoint={other}", "--epochs=2"))
-    tensors, info = load_checkpoint(path)
-    expected, expected_info = load_checkpoint(other)
-    assert info == expected_info and info["epoch"] == 2
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    assert not torch.equal(tensors["0.2.W"], half[0]["0.2.W"])
+    assert path.read_bytes() == other.read_bytes() != half
 
 
 def test_a_restart_of_torchrun_under_a_fixed_port_goes_on_from_the_checkpoint(small, tmp_path):
@@ -293,9 +261,8 @@ def test_a_restart_of_torchrun_under_a_fixed_port_goes_on_from_the_checkpoint(sm
         port = free.getsockname()[1]
     options = "--examples=512", "--epochs=1", "--every=1"
     how = "--max-restarts=3", f"--master_port={port}"
-    done = torchrun(
-        f"--checkpoint={path}", *options, "--resume-if-there", how=how, script=(script,)
-    )
+    run_on = f"--checkpoint={path}", *options, "--resume-if-there"
+    done = torchrun(*run_on, how=how, script=(script,))
     saves = re.findall(r"attempt (\d) rank 1 saved", done.stdout)
     assert saves == ["0", "1"], done.stdout  # batch 1; batch 2 by the next attempt, not the third
     assert done.stdout.count("there is none yet, so this is the beginning") == 1

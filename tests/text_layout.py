@@ -10,8 +10,6 @@ import numpy as np
 from PIL import ImageFont
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
 parsed = functools.lru_cache(maxsize=4)(ET.fromstring)
 
 
@@ -67,9 +65,9 @@ def _matrix(transform):
             part[0, 0], part[1, 1] = v[0], v[-1]
         else:
             assert kind == "rotate", transform
-            turn, (x, y) = np.radians(v[0]), (v + [0, 0])[1:3]
+            turn, centre = np.radians(v[0]), np.array((v + [0, 0])[1:3])
             part[:2, :2] = [[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]]
-            part[:2, 2] = np.array([x, y]) - part[:2, :2] @ [x, y]
+            part[:2, 2] = centre - part[:2, :2] @ centre
         whole = whole @ part
     return whole
 
