@@ -118,3 +118,10 @@ def on_ranks(world_size, checks):
         assert [of_rank[name] for of_rank in found()] == [("ok", None)] * world_size
 
     return test
+
+
+def transport_of(group=None, way="lanes"):
+    """The transport of a group of ranks, which takes a way from now on."""
+    take(way, group)
+    ranks.barrier(group)  # now it has one
+    return ranks.member_of(group, None)[0].transport

@@ -12,21 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT
+from helpers import LIMIT, transport_of
 
 from d2lpar import ranks
-from d2lpar.collectives.schedules import direct, recursive_doubling, ring, star
 from d2lpar.ranks.lanes import CHANNELS, LANE_BYTES, SHORT_BYTES, SLOTS, Lanes, SharedMemory
 from d2lpar.ranks.launcher import RankError, launch
 from d2lpar.ranks.transport import Messages, Receive, Send, take
 
-add = torch.Tensor.add_
 SPAWN = multiprocessing.get_context("spawn")
-
-
-def transport_of(group=None):
-    ranks.barrier(group)  # now it has one
-    return ranks.member_of(group, None)[0].transport
 
 
 @pytest.fixture(autouse=True)
@@ -35,30 +28,13 @@ def files(monkeypatch):
     create, made = SharedMemory.create, []
 
     def noted(*args):
-        memory = create(*args)
-        if memory:
+        if memory := create(*args):
             made.append(memory.path)
         return memory
 
     monkeypatch.setattr(SharedMemory, "create", noted)
     yield made
     assert not [path for path in made if os.path.exists(path)]
-
-
-def free_slots(transport):
-    """Return how many slots of each lane, out and in, are free when no rank is in a call."""
-    found = []
-    for member in range(len(transport.ranks)):  # one after the other: counting takes what it counts
-        dist.barrier()
-        if member == transport.member:
-            outgoing = [lane.acquire.__self__ for lane in transport.outgoing.values()]
-            incoming = [lane.release.__self__ for lane in transport.incoming.values()]
-            for free in outgoing + incoming:
-                found.append(sum(free.acquire(False) for _ in range(SLOTS + 1)))
-                for _ in range(found[-1]):
-                    free.release()
-    dist.barrier()
-    return found
 
 
 def test_a_sender_far_ahead_blocks_and_goes_on():
@@ -69,16 +45,15 @@ def test_a_sender_far_ahead_blocks_and_goes_on():
             for i in range(50):
                 transport.exchange([Send(1, torch.full((3,), float(i)))], [], 30)
                 times.append(time.monotonic() - begin)
-            return times[SLOTS - 1], times[-1]
+            assert times[SLOTS - 1] < 1.5 < times[-1]
+            return
         time.sleep(2)
-        parts = [torch.zeros(3) for _ in range(50)]
+        parts = torch.zeros(50, 3)
         for part in parts:
             transport.exchange([], [Receive(0, part, take)], 30)
-        return [part.tolist() for part in parts]
+        assert parts.tolist() == [[float(i)] * 3 for i in range(50)]
 
-    (free, all_of_them), received = launch(check, 2, timeout=LIMIT)
-    assert free < 1.5 < all_of_them
-    assert received == [[float(i)] * 3 for i in range(50)]
+    launch(check, 2, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -87,44 +62,22 @@ def test_a_note_takes_a_short_message_along(k):
         transport = transport_of()
         full, short = transport.piece_bytes // 4, SHORT_BYTES // 4
         after, before = (rank + 1) % k, (rank - 1) % k
-        complaints = []
         steps = [[0], [5], [short], [short + 1], [full + 1], [0, 3], [2, full, 0, 4], [full, 1]]
         for sizes in steps:
-            parts = [torch.zeros(n) for n in sizes]
+            parts = [torch.ones(n) for n in sizes]
             sends = [Send(after, torch.arange(float(n)) + rank) for n in sizes]
             turns = transport.outgoing[after].turn, transport.incoming[before].turn
             transport.tell(b"note", 30, ahead=sends)
-            transport.exchange(sends, [Receive(before, part, add) for part in parts], 30)
-            wanted = [torch.arange(float(n)) + before for n in sizes]
-            if not all(map(torch.equal, parts, wanted)):
-                complaints.append((sizes, "wrong"))
-            first = next(filter(None, sizes), 0)
-            along = 0 < first <= short  # then the note needs no slot of its own
+            receives = [Receive(before, part, torch.Tensor.add_) for part in parts]
+            transport.exchange(sends, receives, 30)
+            wanted = [torch.arange(float(n)) + before + 1 for n in sizes]
+            assert all(map(torch.equal, parts, wanted)), sizes
+            along = 0 < next(filter(None, sizes), 0) <= short  # then the note needs no own slot
             slots = sum(-(-n // full) for n in sizes) + (not along)
             used = transport.outgoing[after].turn, transport.incoming[before].turn
-            if [b - a for a, b in zip(turns, used, strict=True)] != [slots, slots]:
-                complaints.append((sizes, turns, used))
-        return complaints, free_slots(transport)
+            assert used == (turns[0] + slots, turns[1] + slots), sizes
 
-    assert launch(check, k, timeout=LIMIT) == [([], [SLOTS] * 2 * (k - 1))] * k
-
-
-@pytest.mark.parametrize("schedule", [star, direct, ring, recursive_doubling])
-def test_a_difference_leaves_tensors_and_lanes_as_they_were(schedule):
-    def check(rank, k):
-        transport = transport_of()
-        tensor = torch.full((4,), float(rank))
-        with contextlib.suppress(ranks.MismatchError):
-            ranks.allreduce(tensor, schedule, label="odd" if rank == 1 else "even")
-        kept = tensor.tolist()
-        ranks.allreduce(tensor, schedule, check=False)
-        return kept, tensor.tolist(), free_slots(transport)
-
-    for rank, result in enumerate(launch(check, 4, timeout=LIMIT)):
-        assert result == ([float(rank)] * 4, [6.0] * 4, [SLOTS] * 6)
-
-
-# Channels.
+    launch(check, k, timeout=LIMIT)
 
 
 def test_groups_of_some_ranks_find_a_channel_that_all_have_free():
@@ -133,12 +86,11 @@ def test_groups_of_some_ranks_find_a_channel_that_all_have_free():
         groups = {m: dist.new_group(m) for m in members}
         mine = {m: group for m, group in groups.items() if rank in m}
         kinds = {m: type(transport_of(group)) for m, group in mine.items()}
-        for group in mine.values():
-            order = dist.get_process_group_ranks(group)
-            ranks.broadcast(torch.ones(2), order[0], group, check=False)
+        for m, group in mine.items():
+            ranks.broadcast(torch.ones(2), m[0], group, check=False)
             tensor = torch.tensor([float(rank)])
             ranks.allreduce(tensor, group=group)
-            assert tensor.item() == sum(order)
+            assert tensor.item() == sum(m)
         return kinds
 
     results = launch(run, 4, timeout=LIMIT)
@@ -152,7 +104,7 @@ def test_groups_of_some_ranks_find_a_channel_that_all_have_free():
 # The memory.
 
 
-@pytest.mark.parametrize("k", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("k", [2, 8, 16])
 def test_slots_are_apart_and_small_in_all(k):
     memory = SharedMemory("nowhere", k, {})
     lanes = [(c, i, j) for c in range(CHANNELS) for i in range(k) for j in range(k) if i != j]
@@ -176,13 +128,7 @@ def test_without_room_the_ranks_send_messages(monkeypatch):
     assert SharedMemory.create(2, SimpleNamespace(Semaphore=full)) is None
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     assert SharedMemory.create(2, SPAWN) is None
-
-    def check(rank, k):
-        tensor = torch.arange(300_000.0) * (rank + 1)
-        ranks.allreduce(tensor)
-        return type(transport_of()), torch.equal(tensor, torch.arange(300_000.0) * 6)
-
-    assert launch(check, 3, timeout=LIMIT) == [(Messages, True)] * 3
+    assert launch(lambda rank, k: type(transport_of()), 2, timeout=LIMIT) == [Messages] * 2
 
 
 @pytest.mark.parametrize("has_fallocate", [True, False])
