@@ -1,10 +1,10 @@
 """Lanes in shared memory: how messages travel between the ranks of one ``launch``.
 
 A lane is a one-way path from one rank to another: two slots of a memory that both have mapped, and
-two counting semaphores that say how many slots are free and how many are full. It is the bounded
-buffer of Dijkstra, "Cooperating sequential processes" (1965). A message is copied once into a slot
-and read from there, without a system call as long as nobody has to sleep. A note takes a short
-message that follows it along in its slot. Notebook 05 measures lanes against gloo.
+two counting semaphores, of the free slots and of the full ones. It is the bounded buffer of
+Dijkstra, "Cooperating sequential processes" (1965). A message is copied once into a slot and read
+from there. No system call is needed unless a rank has to sleep. A note takes a short message that
+follows it along in its slot. Notebook 05 measures lanes against gloo.
 """
 
 import mmap
@@ -191,7 +191,7 @@ class Lanes(Transport):
             self._check(self.ranks[i])
 
     def _check(self, rank: int) -> None:
-        """Raise PeerError if ``rank`` has given up: nothing will come. Name whom it missed."""
+        """Raise PeerError if ``rank`` has given up, and name whom it missed."""
         if not self.missed[rank]:
             return
         others = [self.ranks[i] for i in self.others]

@@ -46,7 +46,7 @@ class NcclMessages(Messages):
 
 
 def messages_for(group: dist.ProcessGroup) -> Messages:
-    """Return the messages of a group: NCCL's where it has that for GPUs, also without naming it."""
+    """Return the messages of a group: NCCL's where it has that for GPUs."""
     return (NcclMessages if _backends(group).get("cuda") == "nccl" else Messages)(group)
 
 

@@ -108,31 +108,11 @@ def test_surroundings_are_those_of_the_call_not_of_the_first_one(tmp_path, monke
     assert "RANK" not in os.environ
 
 
-def test_lanes_without_what_linux_alone_has(monkeypatch):
-    """On macOS there is no /dev/shm, and no room can be reserved in a file."""
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda path, *how: path != "/dev/shm" and access(path, *how))
-    monkeypatch.delattr(os, "posix_fallocate", raising=False)
-
-    def add_up(rank, world_size):
-        if hasattr(os, "sched_yield"):
-            del os.sched_yield
-        tensor = torch.full((10,), rank + 1.0)
-        ranks.allreduce(tensor)
-        return tensor.tolist()
-
-    assert launch(add_up, 2) == [[3.0] * 10] * 2
-
-
 def test_threads_may_launch_at_once():
     main = sys.modules["__main__"]
-
-    def one(number):
-        return launch(lambda rank, world_size: (number, rank), 2)
-
     with ThreadPoolExecutor(3) as executor:
-        results = list(executor.map(one, range(3), timeout=LIMIT))
-    assert results == [[(number, 0), (number, 1)] for number in range(3)]
+        call = executor.map(lambda i: launch(lambda *sizes: (i, *sizes), 2), range(3))
+        assert list(call) == [[(i, 0, 2), (i, 1, 2)] for i in range(3)]
     assert sys.modules["__main__"] is main
 
 
@@ -406,20 +386,11 @@ HANG = """
 """
 
 
-def ranks_of(process, number):
-    """Wait until that many ranks have printed their process ids, and return these."""
-    pids = []
-    while len(pids) < number:
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        pids += [int(pid) for pid in re.findall(r"^\[rank \d\] pid (\d+)$", line)]
-    return pids
-
-
 def test_killing_the_caller_leaves_nothing():
     with script(HANG + "\n    launch(hang, 3, timeout=1000)") as (process, scratch):
-        ranks = ranks_of(process, 3)
-        assert all(map(alive, ranks)) and os.listdir(scratch)
+        for _ in range(3):
+            assert "pid" in process.stdout.readline(), process.stderr.read()
+        assert len(session(process.pid)) > 3 and os.listdir(scratch)
         process.kill()
         wait_until(lambda: not session(process.pid), "processes are left")
         wait_until(lambda: not os.listdir(scratch), "files are left")
@@ -427,27 +398,22 @@ def test_killing_the_caller_leaves_nothing():
 
 def test_interrupting_leaves_nothing_and_the_next_launch_works():
     source = """
-    for seconds in (0.3, 0.0, 0.005, 0.01, 0.02):  # the first while the server still imports
+    for seconds in (0.3, 0.0, 0.005, 0.01, 0.02, 0.5):  # the first while the server still imports
         try:  # as Control-C does: the whole process group
             threading.Timer(seconds, os.killpg, (0, signal.SIGINT)).start()
             launch(hang, 3, timeout=1000)
         except KeyboardInterrupt:
             assert launch(lambda rank, world_size: rank, 2) == [0, 1]
             print("interrupted", flush=True)
-    try:
-        launch(hang, 3, timeout=1000)
-    except KeyboardInterrupt:
-        print("left", os.listdir(os.environ["TMPDIR"]), flush=True)
-        time.sleep(1000)
+    print("left", os.listdir(os.environ["TMPDIR"]), flush=True)
+    time.sleep(1000)
     """
     with script(HANG + source) as (process, scratch):
-        for _ in range(5):
-            while "interrupted" not in (line := process.stdout.readline()):
-                assert line, process.stderr.read()
-        ranks = ranks_of(process, 3)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.stdout.readline().startswith("left ['pymp-")
-        assert not any(map(alive, ranks))
+        interrupted = 0
+        while not (line := process.stdout.readline()).startswith("left"):
+            assert line, process.stderr.read()
+            interrupted += "interrupted" in line
+        assert interrupted == 6 and line.startswith("left ['pymp-")
         assert "store" not in str(list(os.walk(scratch)))
         names = [" ".join(psutil.Process(pid).cmdline()) for pid in session(process.pid)]
         assert len(names) == 3, names  # the script, the fork server and the resource tracker

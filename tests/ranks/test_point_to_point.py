@@ -173,9 +173,9 @@ def test_what_was_not_sent_as_a_message_ends_the_use_of_the_group(way):
 
 
 @both_ways
-def test_threads_may_send_and_receive_at_once_but_two_may_not_send(way):
+def test_one_thread_may_send_while_another_receives(way):
     def talk(rank, k):
-        transport, received, outcomes = transport_of(way=way), [], []
+        transport, received = transport_of(way=way), []
         thread = threading.Thread(target=lambda: received.append(receive(1 - rank)))
         thread.start()
         while "receive" not in transport.under_way and not received:
@@ -183,24 +183,6 @@ def test_threads_may_send_and_receive_at_once_but_two_may_not_send(way):
         send(torch.zeros(3), 1 - rank)
         thread.join()
         assert received[0].tolist() == [0.0] * 3
-        beside = dist.new_group()
-        if rank == 1:
-            dist.recv(torch.empty(1), 0, beside)  # not before both have been refused
-            kind, _, named, _ = attempt(receive, 0, "large", timeout=2 * LIMIT)
-            assert kind == "PeerError" and named == (0,)
-            return
-        large = torch.ones(5_000_000)
-        arguments = send, large, 1, "large", None, 2 * LIMIT
-        thread = threading.Thread(target=lambda: outcomes.append(attempt(*arguments)))
-        thread.start()
-        while not transport.under_way:
-            time.sleep(0.01)
-        outcomes.append(attempt(send, large, 1, "other"))
-        thread.join()
-        dist.send(torch.empty(1), 1, beside)
-        for kind, text, *_ in outcomes:
-            words = "called send of 'other' to rank 1 while send of 'large'"
-            assert kind == "BusyError" and words in text
 
     launch(talk, 2, timeout=LIMIT)
 

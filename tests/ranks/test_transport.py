@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from helpers import LIMIT, attempt, both_ways, transport_of
 
-from d2lpar import ranks
 from d2lpar.ranks.launcher import launch
 from d2lpar.ranks.transport import (
     END,
@@ -109,12 +108,3 @@ def test_a_second_call_is_refused_and_the_first_one_learns_of_it(first, second):
     again = f"of no more use since an earlier call: BusyError: {words}"
     with pytest.raises(PeerError, match=again), transport.call("C"):
         pytest.fail("it was let in")
-
-
-def test_one_may_send_while_another_receives_and_wrong_arguments_end_nothing():
-    transport = Transport(0, [0, 1])
-    for error in (ValueError, TypeError, ranks.MismatchError):
-        with pytest.raises(error), transport.call("A", "send"), transport.call("B", "receive"):
-            raise error
-    with transport.call("C"):
-        pass
