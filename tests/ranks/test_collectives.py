@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import make_dataclass
 from datetime import timedelta
 from functools import partial
@@ -14,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, SOON, attempt, both_ways, take
+from helpers import LIMIT, SOON, attempt, both_ways, take, transport_of
 
 from d2lpar import ranks
 from d2lpar.collectives import cost, lists
@@ -31,6 +30,7 @@ from d2lpar.collectives.schedules import (
 from d2lpar.devices import count_bytes
 from d2lpar.ranks import collectives, launcher
 from d2lpar.ranks.agreement import NOTE
+from d2lpar.ranks.lanes import Lanes
 from d2lpar.ranks.launcher import RankError, launch
 
 SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)
@@ -150,7 +150,9 @@ def test_the_other_collectives_have_the_bits_of_the_list_form(k, way):
         if k == 3:  # in several pieces
             data = [values(r, (300_001 + r, 3), torch.float64) for r in range(k)]
             same(ranks.all_gather(data[rank]), torch.cat(data))
-        ranks.barrier()
+        time.sleep(0.1 * rank)
+        before, _, after = time.monotonic_ns(), ranks.barrier(), time.monotonic_ns()
+        assert after >= max(ranks.all_gather_int(before))
         numbers = [ranks.all_gather_int(n) for n in (rank, -rank, 2**62 + rank)]
         assert numbers == [[f(r) for r in range(k)] for f in (int, int.__neg__, (2**62).__add__)]
 
@@ -200,12 +202,15 @@ def test_any_layout_is_right_and_its_neighbours_stay(way):
 @both_ways
 def test_groups_of_some_ranks(way):
     def check(rank, k):
-        groups = {members: dist.new_group(members) for members in [(1, 3), (0, 2), (3, 2, 1)]}
+        members_of = [(1, 3), (0, 2), (3, 2, 1), (0, 1), (1, 2), (0, 1, 3)]
+        groups, kinds = {members: dist.new_group(members) for members in members_of}, set()
         for members, group in groups.items():  # {1, 3} and {0, 2} at the same time
             if rank not in members:
                 assert attempt(ranks.barrier, group)[0] == "ValueError"
                 continue
-            take(way, group)
+            lanes = ranks.all_gather_int(type(transport_of(group, way)) is Lanes, group)
+            assert len(set(lanes)) == 1  # a channel that all have free, or messages
+            kinds.update(lanes)
             order = dist.get_process_group_ranks(group)
             me = order.index(rank)
             data = [values(r, (7, 2), torch.float64) for r in order]
@@ -227,6 +232,7 @@ def test_groups_of_some_ranks(way):
             odd = rank == max(members)
             kind, text, *_ = attempt(ranks.allreduce, torch.ones(3 + odd), group=group)
             assert kind == "MismatchError" and all(f"rank {r}" in text for r in members)
+        assert rank != 1 or kinds == ({0, 1} if way == "lanes" else {0})  # it is in five groups
 
     launch(check, 4, timeout=LIMIT)
 
@@ -523,9 +529,7 @@ def test_a_rank_that_fails_is_named_and_nobody_takes_its_note_for_data(schedule,
 @both_ways
 def test_a_call_beside_that_of_another_thread_is_refused_and_all_ranks_learn_of_it(way):
     def check(rank, k):
-        take(way)
-        ranks.barrier()
-        transport, beside = ranks.member_of(None, None)[0].transport, dist.new_group()
+        transport, beside = transport_of(way=way), dist.new_group()
         call = partial(attempt, ranks.allreduce, torch.ones(3), label="A")
         if rank:
             dist.recv(torch.empty(1), 0, beside)  # not before rank 0 has given up
@@ -548,27 +552,6 @@ def test_a_call_beside_that_of_another_thread_is_refused_and_all_ranks_learn_of_
         assert kind == "PeerError" and "since an earlier call: BusyError: thread" in text
 
     launch(check, 3, timeout=LIMIT)
-
-
-@both_ways
-def test_threads_may_call_one_after_the_other_and_each_in_a_group_of_its_own(way):
-    def check(rank, k):
-        take(way)
-        groups = [None, dist.new_group()]
-        ranks.barrier(groups[1])
-
-        def work(group):
-            for i in range(50):
-                tensor = torch.full((3,), float(i))
-                ranks.allreduce(tensor, group=group)
-                same(tensor, torch.full((3,), 2.0 * i))
-
-        with ThreadPoolExecutor(1) as executor:
-            executor.submit(work, None).result()
-        with ThreadPoolExecutor(2) as executor:
-            list(executor.map(work, groups))
-
-    launch(check, 2, timeout=LIMIT)
 
 
 # What is counted.

@@ -69,8 +69,14 @@ def test_channel_in_which_something_may_be_left_is_not_used_again():
     launch(use, 2, timeout=LIMIT)
 
 
-def test_lines_have_an_order_of_their_own_and_give_their_channels_back():
+def test_lines_and_groups_have_an_order_of_their_own_and_lines_give_their_channels_back():
     def check(rank, world_size):
+        def add_up(i, place):
+            for _ in range(20):
+                tensor = torch.full((5,), 10.0**i + rank)
+                ranks.allreduce(tensor, group=place)
+                assert tensor.tolist() == [2 * 10.0**i + 1] * 5
+
         for _ in range(2 * CHANNELS):
             line = line_of(None)
             ranks.barrier(line)
@@ -83,14 +89,13 @@ def test_lines_have_an_order_of_their_own_and_give_their_channels_back():
         del line, lines
         for way, kind in (("lanes", Lanes), ("messages", Messages)):
             take(way)
-            places = [line_of(None), line_of(None), None]
-            sums = [torch.full((5,), 10.0**i + rank) for i in range(3)]
-            with ThreadPoolExecutor(3) as executor:  # on rank 1 they begin the other way round
-                order = [0, 1, 2] if rank == 0 else [2, 1, 0]
-                calls = [executor.submit(ranks.allreduce, sums[i], group=places[i]) for i in order]
-                for call in calls:
-                    call.result()
-            assert [t.tolist() for t in sums] == [[2 * 10.0**i + 1] * 5 for i in range(3)]
+            group = dist.new_group()
+            take(way, group)
+            places = [line_of(None), line_of(None), None, group]
+            with ThreadPoolExecutor(4) as executor:  # on rank 1 they begin the other way round
+                order = (0, 1, 2, 3) if rank == 0 else (3, 2, 1, 0)
+                calls = [executor.submit(add_up, i, places[i]) for i in order]
+                [call.result() for call in calls]
             assert {type(place.transport) for place in places[:2]} == {kind}
         ranks.use_messages()  # told again: lines go on to have numbers of their own
         assert line_of(None).transport.line == places[1].transport.line + 1
