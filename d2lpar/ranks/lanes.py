@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -19,7 +20,7 @@ from itertools import permutations, zip_longest
 
 import torch
 
-from .transport import PeerError, Receive, Send, Transport, name_ranks, pieces_of
+from .transport import PeerError, Receive, Send, Sends, Transport, name_ranks, pieces_of
 
 CHANNELS = 4  # process groups of a rank that can have lanes, in all; further ones send messages
 SLOTS = 2  # of a lane: one is filled while the other is emptied
@@ -63,10 +64,9 @@ class Lanes(Transport):
         self.outgoing, self.incoming = {}, {}  # the lanes to and from each other member
         for i in self.others:
             there, back = (channel, ranks[member], ranks[i]), (channel, ranks[i], ranks[member])
-            free, full = memory.semaphores[there]
+            (free, full), (empty, filled) = memory.semaphores[there], memory.semaphores[back]
             self.outgoing[i] = _Lane(ranks[i], memory.slots(*there), free, full)
-            free, full = memory.semaphores[back]
-            self.incoming[i] = _Lane(ranks[i], memory.slots(*back), full, free)
+            self.incoming[i] = _Lane(ranks[i], memory.slots(*back), filled, empty)
         # Of every rank, for the others to read: for whom it waits (1 + rank, or 0 for nobody), when
         # it last looked around while it did (ns), and, once it has given up, whose part it missed
         # (bit r for rank r). The semaphores order what is in the slots, on every processor, but not
@@ -81,16 +81,13 @@ class Lanes(Transport):
         if not self.broken:  # else messages may still be under way
             self.memory.used[self.channel] = False
 
-    def _tell(self, note: bytes, deadline: float, ahead: Sequence[Send]) -> list[bytes]:
+    def _tell(self, note: bytes, deadline: float, ahead: Sends) -> list[bytes]:
         for lane in self.incoming.values():
             if lane.held:  # nobody has taken it: plans differed
                 lane.held = 0
                 lane.release()
         notes, missing = [note] * len(self.ranks), []
-        first = {}  # message for each member
-        for dst, message in ahead:
-            if message.numel():
-                first.setdefault(dst, message)
+        first = {dst: message for dst, message in reversed(ahead) if message.numel()}
         for i, lane in self.outgoing.items():
             if not self._wait(lane, deadline):
                 missing.append(lane.rank)  # who else?
@@ -137,14 +134,11 @@ class Lanes(Transport):
 
     def _rounds(self, lanes: dict[int, _Lane], moves: list) -> list[list[tuple]]:
         """Cut all messages into pieces that fit into a slot: a round has one for each lane."""
-        rounds, turns = [], dict.fromkeys(lanes, 0)
+        pieces = defaultdict(list)  # of each lane
         for peer, message, *into in moves:
             for piece in pieces_of(message, self.piece_bytes):
-                if turns[peer] == len(rounds):
-                    rounds.append([])
-                rounds[turns[peer]].append((lanes[peer], piece, *into))
-                turns[peer] += 1
-        return rounds
+                pieces[peer].append((lanes[peer], piece, *into))
+        return [list(filter(None, turn)) for turn in zip_longest(*pieces.values())]
 
     def _slot(self, lane: _Lane, deadline: float) -> int:
         """Wait for the lane's next slot, free for its sender or full for its receiver."""
