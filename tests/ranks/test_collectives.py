@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, SOON, attempt, both_ways, take, transport_of
+from helpers import LIMIT, SOON, attempt, both_ways, in_ranks, take, transport_of
 
 from d2lpar import ranks
 from d2lpar.collectives import cost, lists
@@ -87,7 +87,8 @@ def like_the_list(schedule, op, data):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_allreduce_has_the_bits_of_the_list_form(k):
+@in_ranks()
+def test_allreduce_has_the_bits_of_the_list_form(rank, k):
     shapes = [(), (0,), (k - 1,), (k + 1,), (2, 3, 5), (4, 0, 2)]
     schedules = (None, *SCHEDULES)
     cases = [(s, op, t) for s in schedules for op in OPS for t in DTYPES if defined(op, t)]
@@ -97,66 +98,58 @@ def test_allreduce_has_the_bits_of_the_list_form(k):
     if k == 3:  # in several pieces
         cases += [(s, "mean", torch.float32, (1_000_003,)) for s in schedules]
     special = torch.tensor([0.0, -0.0, math.nan, -math.nan])
-
-    def check(rank, k):
-        for way in WAYS:
-            take(way)
-            for n, (schedule, op, dtype, shape) in enumerate(cases):
-                mine = values(rank, shape, dtype)
-                ranks.allreduce(mine, schedule, op, check=n % 2 == 0, timeout=math.inf)
-                for want in like_the_list(
-                    schedule, op, [values(r, shape, dtype) for r in range(k)]
-                ):
-                    same(mine, want, schedule, op, dtype, shape)
-            for numel in (1, 33, 300_001):  # in one vector, in several, in several pieces
-                data = [special.repeat(2 + numel // 4)[r : r + numel].clone() for r in range(k)]
-                for schedule in SCHEDULES:
-                    for op in ("sum", "product", "max", "min"):
-                        mine = data[rank].clone()
-                        ranks.allreduce(mine, schedule, op)
-                        for want in like_the_list(schedule, op, data):
-                            same(mine, want, schedule, op, numel)
-            for op, name in TORCHS.items():  # and torch's own, up to rounding
-                mine, theirs = (values(rank, (7, 3), torch.float64) for _ in range(2))
-                ranks.allreduce(mine, op=op)
-                dist.all_reduce(theirs, getattr(dist.ReduceOp, name))
-                torch.testing.assert_close(mine, theirs / k if op == "mean" else theirs)
-
-    launch(check, k, timeout=LIMIT)
+    for way in WAYS:
+        take(way)
+        for n, (schedule, op, dtype, shape) in enumerate(cases):
+            mine = values(rank, shape, dtype)
+            ranks.allreduce(mine, schedule, op, check=n % 2 == 0, timeout=math.inf)
+            for want in like_the_list(schedule, op, [values(r, shape, dtype) for r in range(k)]):
+                same(mine, want, schedule, op, dtype, shape)
+        for numel in (1, 33, 300_001):  # in one vector, in several, in several pieces
+            data = [special.repeat(2 + numel // 4)[r : r + numel].clone() for r in range(k)]
+            for schedule in SCHEDULES:
+                for op in ("sum", "product", "max", "min"):
+                    mine = data[rank].clone()
+                    ranks.allreduce(mine, schedule, op)
+                    for want in like_the_list(schedule, op, data):
+                        same(mine, want, schedule, op, numel)
+        for op, name in TORCHS.items():  # and torch's own, up to rounding
+            mine, theirs = (values(rank, (7, 3), torch.float64) for _ in range(2))
+            ranks.allreduce(mine, op=op)
+            dist.all_reduce(theirs, getattr(dist.ReduceOp, name))
+            torch.testing.assert_close(mine, theirs / k if op == "mean" else theirs)
 
 
 @both_ways
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_the_other_collectives_have_the_bits_of_the_list_form(k, way):
-    def check(rank, k):
-        take(way)
-        for n, dtype in enumerate(DTYPES[:: max(1, k - 1)]):
-            shape = [(5,), (), (0,), (k + 1, 3), (2 * k, 2), (1, 4)][n % 6]
-            for src in range(k):
-                mine = values(rank, shape, dtype)
-                ranks.broadcast(mine, src, check=src % 2 == 0)
-                same(mine, values(src, shape, dtype), "from", src)
-            for op in [op for op in OPS if defined(op, dtype)]:
-                mine, data = values(rank, shape, dtype), [values(r, shape, dtype) for r in range(k)]
-                shard, shards = ranks.reduce_scatter(mine, op), lists.reduce_scatter(data, op)
-                same(shard, shards[rank], op, shape)
-                same(mine, data[rank], "the rest", op, shape)
-                assert mine.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-            for rows in ([2] * k, list(range(k)), [0] * k, [k - r for r in range(k)], None):
-                sizes = [()] * k if rows is None else [(r, 3) for r in rows]
-                shards = [values(r, sizes[r], dtype) for r in range(k)]
-                same(ranks.all_gather(shards[rank]), lists.all_gather(shards)[rank], rows)
-                same(shards[rank], values(rank, sizes[rank], dtype), "the shard itself")
-        if k == 3:  # in several pieces
-            data = [values(r, (300_001 + r, 3), torch.float64) for r in range(k)]
-            same(ranks.all_gather(data[rank]), torch.cat(data))
-        time.sleep(0.1 * rank)
-        before, _, after = time.monotonic_ns(), ranks.barrier(), time.monotonic_ns()
-        assert after >= max(ranks.all_gather_int(before))
-        numbers = [ranks.all_gather_int(n) for n in (rank, -rank, 2**62 + rank)]
-        assert numbers == [[f(r) for r in range(k)] for f in (int, int.__neg__, (2**62).__add__)]
-
-    launch(check, k, timeout=LIMIT)
+@in_ranks()
+def test_the_other_collectives_have_the_bits_of_the_list_form(rank, k, way):
+    take(way)
+    for n, dtype in enumerate(DTYPES[:: max(1, k - 1)]):
+        shape = [(5,), (), (0,), (k + 1, 3), (2 * k, 2), (1, 4)][n % 6]
+        for src in range(k):
+            mine = values(rank, shape, dtype)
+            ranks.broadcast(mine, src, check=src % 2 == 0)
+            same(mine, values(src, shape, dtype), "from", src)
+        for op in [op for op in OPS if defined(op, dtype)]:
+            mine, data = values(rank, shape, dtype), [values(r, shape, dtype) for r in range(k)]
+            shard, shards = ranks.reduce_scatter(mine, op), lists.reduce_scatter(data, op)
+            same(shard, shards[rank], op, shape)
+            same(mine, data[rank], "the rest", op, shape)
+            assert mine.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+        for rows in ([2] * k, list(range(k)), [0] * k, [k - r for r in range(k)], None):
+            sizes = [()] * k if rows is None else [(r, 3) for r in rows]
+            shards = [values(r, sizes[r], dtype) for r in range(k)]
+            same(ranks.all_gather(shards[rank]), lists.all_gather(shards)[rank], rows)
+            same(shards[rank], values(rank, sizes[rank], dtype), "the shard itself")
+    if k == 3:  # in several pieces
+        data = [values(r, (300_001 + r, 3), torch.float64) for r in range(k)]
+        same(ranks.all_gather(data[rank]), torch.cat(data))
+    time.sleep(0.1 * rank)
+    before, _, after = time.monotonic_ns(), ranks.barrier(), time.monotonic_ns()
+    assert after >= max(ranks.all_gather_int(before))
+    numbers = [ranks.all_gather_int(n) for n in (rank, -rank, 2**62 + rank)]
+    assert numbers == [[f(r) for r in range(k)] for f in (int, int.__neg__, (2**62).__add__)]
 
 
 LAYOUTS = {
@@ -171,70 +164,66 @@ LAYOUTS = {
 
 
 @both_ways
-def test_any_layout_is_right_and_its_neighbours_stay(way):
-    def check(rank, k):
-        take(way)
-        for name, (shape, view) in LAYOUTS.items():
-            for dtype in (torch.bfloat16, torch.complex64):
-                data = [view(values(r, shape, dtype)).clone().resolve_conj() for r in range(k)]
-                shards = [tensor.clone() for tensor in data]
-                lists.reduce_scatter(shards)
-                calls = [(partial(ranks.broadcast, src=1), data[1])]
-                calls += [(ranks.reduce_scatter, shards[rank])]
-                for schedule in (None, ring, halving_doubling):
-                    want = like_the_list(schedule, "sum", data)[rank]
-                    calls.append((partial(ranks.allreduce, schedule=schedule), want))
-                for call, part in calls:
-                    whole, want = values(rank, shape, dtype), values(rank, shape, dtype)
-                    call(view(whole))
-                    view(want).copy_(part)
-                    same(whole, want, name, call)
-                joined = ranks.all_gather(view(values(rank, shape, dtype)))
-                same(joined, torch.cat([torch.atleast_1d(d) for d in data]), name)
-        with torch.no_grad():
-            weights = torch.ones(4, requires_grad=True)
-            ranks.allreduce(weights)
-            same(weights, torch.full((4,), 3.0))
-
-    launch(check, 3, timeout=LIMIT)
+@in_ranks(3)
+def test_any_layout_is_right_and_its_neighbours_stay(rank, k, way):
+    take(way)
+    for name, (shape, view) in LAYOUTS.items():
+        for dtype in (torch.bfloat16, torch.complex64):
+            data = [view(values(r, shape, dtype)).clone().resolve_conj() for r in range(k)]
+            shards = [tensor.clone() for tensor in data]
+            lists.reduce_scatter(shards)
+            calls = [(partial(ranks.broadcast, src=1), data[1])]
+            calls += [(ranks.reduce_scatter, shards[rank])]
+            for schedule in (None, ring, halving_doubling):
+                want = like_the_list(schedule, "sum", data)[rank]
+                calls.append((partial(ranks.allreduce, schedule=schedule), want))
+            for call, part in calls:
+                whole, want = values(rank, shape, dtype), values(rank, shape, dtype)
+                call(view(whole))
+                view(want).copy_(part)
+                same(whole, want, name, call)
+            joined = ranks.all_gather(view(values(rank, shape, dtype)))
+            same(joined, torch.cat([torch.atleast_1d(d) for d in data]), name)
+    with torch.no_grad():
+        weights = torch.ones(4, requires_grad=True)
+        ranks.allreduce(weights)
+        same(weights, torch.full((4,), 3.0))
 
 
 @both_ways
-def test_groups_of_some_ranks(way):
-    def check(rank, k):
-        members_of = [(1, 3), (0, 2), (3, 2, 1), (0, 1), (1, 2), (0, 1, 3)]
-        groups, kinds = {members: dist.new_group(members) for members in members_of}, set()
-        for members, group in groups.items():  # {1, 3} and {0, 2} at the same time
-            if rank not in members:
-                assert attempt(ranks.barrier, group)[0] == "ValueError"
-                continue
-            lanes = ranks.all_gather_int(type(transport_of(group, way)) is Lanes, group)
-            assert len(set(lanes)) == 1  # a channel that all have free, or messages
-            kinds.update(lanes)
-            order = dist.get_process_group_ranks(group)
-            me = order.index(rank)
-            data = [values(r, (7, 2), torch.float64) for r in order]
-            total, mine = sum(data), data[me].clone()
-            with count_bytes() as ledger:
-                ranks.allreduce(mine, ring, group=group)
-            torch.testing.assert_close(mine, total)
-            assert set(ledger.bytes) == {(rank, order[(me + 1) % len(order)])}
-            for src in order:
-                mine = data[me].clone()
-                ranks.broadcast(mine, src, group)
-                same(mine, data[order.index(src)])
-            shard = ranks.reduce_scatter(data[me].clone(), group=group)
-            torch.testing.assert_close(shard, total.tensor_split(len(order))[me])
-            same(ranks.all_gather(data[me], group), torch.cat(data))
-            outside = next(r for r in range(k) if r not in members)
-            kind, text, *_ = attempt(ranks.broadcast, data[me], outside, group)
-            assert kind == "ValueError" and f"src is {outside}" in text and str(order) in text
-            odd = rank == max(members)
-            kind, text, *_ = attempt(ranks.allreduce, torch.ones(3 + odd), group=group)
-            assert kind == "MismatchError" and all(f"rank {r}" in text for r in members)
-        assert rank != 1 or kinds == ({0, 1} if way == "lanes" else {0})  # it is in five groups
-
-    launch(check, 4, timeout=LIMIT)
+@in_ranks(4)
+def test_groups_of_some_ranks(rank, k, way):
+    members_of = [(1, 3), (0, 2), (3, 2, 1), (0, 1), (1, 2), (0, 1, 3)]
+    groups, kinds = {members: dist.new_group(members) for members in members_of}, set()
+    for members, group in groups.items():  # {1, 3} and {0, 2} at the same time
+        if rank not in members:
+            assert attempt(ranks.barrier, group)[0] == "ValueError"
+            continue
+        lanes = ranks.all_gather_int(type(transport_of(group, way)) is Lanes, group)
+        assert len(set(lanes)) == 1  # a channel that all have free, or messages
+        kinds.update(lanes)
+        order = dist.get_process_group_ranks(group)
+        me = order.index(rank)
+        data = [values(r, (7, 2), torch.float64) for r in order]
+        total, mine = sum(data), data[me].clone()
+        with count_bytes() as ledger:
+            ranks.allreduce(mine, ring, group=group)
+        torch.testing.assert_close(mine, total)
+        assert set(ledger.bytes) == {(rank, order[(me + 1) % len(order)])}
+        for src in order:
+            mine = data[me].clone()
+            ranks.broadcast(mine, src, group)
+            same(mine, data[order.index(src)])
+        shard = ranks.reduce_scatter(data[me].clone(), group=group)
+        torch.testing.assert_close(shard, total.tensor_split(len(order))[me])
+        same(ranks.all_gather(data[me], group), torch.cat(data))
+        outside = next(r for r in range(k) if r not in members)
+        kind, text, *_ = attempt(ranks.broadcast, data[me], outside, group)
+        assert kind == "ValueError" and f"src is {outside}" in text and str(order) in text
+        odd = rank == max(members)
+        kind, text, *_ = attempt(ranks.allreduce, torch.ones(3 + odd), group=group)
+        assert kind == "MismatchError" and all(f"rank {r}" in text for r in members)
+    assert rank != 1 or kinds == ({0, 1} if way == "lanes" else {0})  # it is in five groups
 
 
 # The ranks differ: everyone says so, nothing has happened, and the group goes on.
@@ -289,38 +278,34 @@ def call(text, t, **options):
 
 @both_ways
 @pytest.mark.parametrize("k", [2, 3])
-def test_every_rank_learns_of_a_difference_and_the_group_goes_on(k, way):
-    def check(rank, k):
-        take(way)
-        odd = k // 2
-        for usual, unusual, *words in DIFFERENCES:
-            tensor = torch.arange(6.0) * (rank + 1)
-            kind, text, _, seconds = call(unusual if rank == odd else usual, tensor)
-            lines = str(text).splitlines()[1:]
-            assert kind == "MismatchError" and len(lines) == k and seconds < SOON, (unusual, text)
-            for r, line in enumerate(lines):
-                assert line.startswith(f"rank {r}, call ") and words[r == odd] in line
-            same(tensor, torch.arange(6.0) * (rank + 1), unusual)
-            ranks.allreduce(tensor)
-            same(tensor, torch.arange(6.0) * sum(range(1, k + 1)), "after", unusual)
-
-    launch(check, k, timeout=LIMIT)
+@in_ranks()
+def test_every_rank_learns_of_a_difference_and_the_group_goes_on(rank, k, way):
+    take(way)
+    odd = k // 2
+    for usual, unusual, *words in DIFFERENCES:
+        tensor = torch.arange(6.0) * (rank + 1)
+        kind, text, _, seconds = call(unusual if rank == odd else usual, tensor)
+        lines = str(text).splitlines()[1:]
+        assert kind == "MismatchError" and len(lines) == k and seconds < SOON, (unusual, text)
+        for r, line in enumerate(lines):
+            assert line.startswith(f"rank {r}, call ") and words[r == odd] in line
+        same(tensor, torch.arange(6.0) * (rank + 1), unusual)
+        ranks.allreduce(tensor)
+        same(tensor, torch.arange(6.0) * sum(range(1, k + 1)), "after", unusual)
 
 
 @both_ways
-def test_a_call_that_only_one_rank_has_made_or_checked_is_noticed(way):
-    def check(rank, k):
-        take(way)
-        if rank == 0:  # the same plan as the next one, but a call more: nobody waits for anything
-            ranks.broadcast(torch.ones(0), check=False)
-        kind, text, *_ = attempt(ranks.broadcast, torch.ones(0))
-        assert kind == "MismatchError" and "rank 0, call 2" in text and "rank 1, call 1" in text
-        kind, text, named, _ = attempt(ranks.broadcast, torch.ones(8), check=rank > 0, timeout=1)
-        if rank:  # what is no note is not taken for one
-            assert kind == "PeerError" and named == (0,)
-            assert way == "messages" or "rank 0 did not compare plans" in text
-
-    launch(check, 2, timeout=LIMIT)
+@in_ranks(2)
+def test_a_call_that_only_one_rank_has_made_or_checked_is_noticed(rank, k, way):
+    take(way)
+    if rank == 0:  # the same plan as the next one, but a call more: nobody waits for anything
+        ranks.broadcast(torch.ones(0), check=False)
+    kind, text, *_ = attempt(ranks.broadcast, torch.ones(0))
+    assert kind == "MismatchError" and "rank 0, call 2" in text and "rank 1, call 1" in text
+    kind, text, named, _ = attempt(ranks.broadcast, torch.ones(8), check=rank > 0, timeout=1)
+    if rank:  # what is no note is not taken for one
+        assert kind == "PeerError" and named == (0,)
+        assert way == "messages" or "rank 0 did not compare plans" in text
 
 
 def test_torch_is_silently_wrong_about_a_dtype_an_op_and_a_layout():
@@ -367,21 +352,19 @@ REFUSED = [  # a call with t, of four ones; error, words
 
 
 @both_ways
-def test_bad_arguments_are_refused_alike_on_all_ranks(way):
-    def check(rank, k):
-        take(way)
-        for text, error, words in REFUSED:
-            every = [call(text, torch.ones(4))]
-            if not text.startswith("all_gather"):
-                every.append(call(text, torch.ones(4), check=False))
-            assert all(kind == error and words in said for kind, said, *_ in every), (words, every)
-            kind, said, *_ = call(text if rank else "barrier()", torch.ones(4))
-            assert kind == "MismatchError" and f"{error}: " in said
-        tensor = torch.ones(3)
-        ranks.allreduce(tensor)
-        same(tensor, torch.full((3,), 2.0))
-
-    launch(check, 2, timeout=LIMIT)
+@in_ranks(2)
+def test_bad_arguments_are_refused_alike_on_all_ranks(rank, k, way):
+    take(way)
+    for text, error, words in REFUSED:
+        every = [call(text, torch.ones(4))]
+        if not text.startswith("all_gather"):
+            every.append(call(text, torch.ones(4), check=False))
+        assert all(kind == error and words in said for kind, said, *_ in every), (words, every)
+        kind, said, *_ = call(text if rank else "barrier()", torch.ones(4))
+        assert kind == "MismatchError" and f"{error}: " in said
+    tensor = torch.ones(3)
+    ranks.allreduce(tensor)
+    same(tensor, torch.full((3,), 2.0))
 
 
 def test_without_a_process_group():
@@ -395,23 +378,21 @@ def test_without_a_process_group():
 
 @both_ways
 @pytest.mark.parametrize("missing", [(2,), (2, 3)], ids=str)
-def test_missing_ranks_are_named_by_all_others(missing, way):
-    def check(rank, k):
-        take(way)
-        ranks.barrier()
-        if rank in missing:  # it has returned, but stays connected
-            return
-        if missing == (2, 3) and way == "lanes":  # fill the one to rank 2, which takes nothing
-            for _ in range(2):
-                ranks.broadcast(torch.ones(2), check=False)
-        kind, text, named, seconds = attempt(ranks.allreduce, torch.ones(4), timeout=0.5)
-        assert kind == "PeerError" and named == missing and 0.4 < seconds < 0.5 + SOON
-        assert ("rank 2 " if len(missing) == 1 else "ranks 2, 3 ") in text
-        kind, again, _, seconds = attempt(ranks.allreduce, torch.ones(4), timeout=20)
-        assert kind == "PeerError" and seconds < SOON
-        assert "of no more use" in again and text in again
-
-    launch(check, 4, timeout=LIMIT)
+@in_ranks(4)
+def test_missing_ranks_are_named_by_all_others(rank, k, missing, way):
+    take(way)
+    ranks.barrier()
+    if rank in missing:  # it has returned, but stays connected
+        return
+    if missing == (2, 3) and way == "lanes":  # fill the one to rank 2, which takes nothing
+        for _ in range(2):
+            ranks.broadcast(torch.ones(2), check=False)
+    kind, text, named, seconds = attempt(ranks.allreduce, torch.ones(4), timeout=0.5)
+    assert kind == "PeerError" and named == missing and 0.4 < seconds < 0.5 + SOON
+    assert ("rank 2 " if len(missing) == 1 else "ranks 2, 3 ") in text
+    kind, again, _, seconds = attempt(ranks.allreduce, torch.ones(4), timeout=20)
+    assert kind == "PeerError" and seconds < SOON
+    assert "of no more use" in again and text in again
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -433,15 +414,15 @@ def test_a_dead_rank_is_named_at_once(when, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("timeouts", [(1.1, 0.9, 0.7), (0.7, 0.9, 1.1)], ids=["last", "first"])
-def test_in_the_middle_of_a_ring_all_name_the_one_that_is_missing(timeouts):
-    def check(rank, k):  # the neighbour of the missing rank gives up last, or first
-        if rank < 3:
-            call = partial(attempt, ranks.allreduce, torch.ones(8), ring, check=False)
-            kind, text, named, seconds = call(timeout=timeouts[rank])
-            assert (kind, named) == ("PeerError", (3,)) and "rank 3 " in text
-            assert seconds < timeouts[rank] + SOON
-
-    launch(check, 4, timeout=LIMIT)
+@in_ranks(4)
+def test_in_the_middle_of_a_ring_all_name_the_one_that_is_missing(
+    rank, k, timeouts
+):  # the neighbour of the missing rank gives up last, or first
+    if rank < 3:
+        call = partial(attempt, ranks.allreduce, torch.ones(8), ring, check=False)
+        kind, text, named, seconds = call(timeout=timeouts[rank])
+        assert (kind, named) == ("PeerError", (3,)) and "rank 3 " in text
+        assert seconds < timeouts[rank] + SOON
 
 
 @both_ways
@@ -481,8 +462,9 @@ def fails_once(home, name):
 
 @both_ways
 @pytest.mark.parametrize(("schedule", "bad", "k"), [(star, 0, 3), (star, 1, 2), (ring, 1, 3)])
-def test_a_rank_that_fails_is_named_and_nobody_takes_its_note_for_data(schedule, way, bad, k):
-    def three_calls(rank, k, place):
+@in_ranks()
+def test_a_rank_that_fails_is_named_and_nobody_takes_its_note_for_data(rank, k, schedule, way, bad):
+    def three_calls(place):
         """Of which the second one fails on a rank."""
         group = dist.new_group()
         take(way, group)
@@ -495,63 +477,56 @@ def test_a_rank_that_fails_is_named_and_nobody_takes_its_note_for_data(schedule,
             )
             yield kind, text, named, tensor.unique().tolist()
 
-    def check(rank, k):
-        total = [float(sum(range(1, k + 1)))]
-        # Nothing has been sent: all learn why, and go on
-        first, failed, third = three_calls(rank, k, (collectives, "messages_of"))
-        assert failed[0] == "MismatchError" and failed[3] == [rank + 1.0]
-        assert (
-            f"\nrank {bad}, call " in failed[1] and ": allreduce, MemoryError: no room" in failed[1]
-        )
-        assert first == third == ("ok", None, (), total)
-        for place in (collectives._Call, "exchange"), (collectives, "put_back"):
-            first, *others = three_calls(rank, k, place)
-            assert first == ("ok", None, (), total)
-            if rank == bad:
-                assert others[0][:2] == ("MemoryError", "no room for a copy")
-                assert "of no more use since an earlier call: MemoryError" in others[1][1]
-                continue
-            # Over lanes a short message goes along with the check: all that is sent in a star
-            along = (schedule, way) == (star, "lanes") and bad != 0
-            for kind, _, named, numbers in others:
-                if kind == "ok":  # the other one had sent all its messages before it failed
-                    assert numbers == total and (along or place[1] == "put_back")
-                else:
-                    assert kind == "PeerError" and (bad in named or not named or way == "messages")
-            assert others[1][0] == "PeerError"
-
-    launch(check, k, timeout=LIMIT)
+    total = [float(sum(range(1, k + 1)))]
+    # Nothing has been sent: all learn why, and go on
+    first, failed, third = three_calls((collectives, "messages_of"))
+    assert failed[0] == "MismatchError" and failed[3] == [rank + 1.0]
+    assert f"\nrank {bad}, call " in failed[1] and ": allreduce, MemoryError: no room" in failed[1]
+    assert first == third == ("ok", None, (), total)
+    for place in (collectives._Call, "exchange"), (collectives, "put_back"):
+        first, *others = three_calls(place)
+        assert first == ("ok", None, (), total)
+        if rank == bad:
+            assert others[0][:2] == ("MemoryError", "no room for a copy")
+            assert "of no more use since an earlier call: MemoryError" in others[1][1]
+            continue
+        # Over lanes a short message goes along with the check: all that is sent in a star
+        along = (schedule, way) == (star, "lanes") and bad != 0
+        for kind, _, named, numbers in others:
+            if kind == "ok":  # the other one had sent all its messages before it failed
+                assert numbers == total and (along or place[1] == "put_back")
+            else:
+                assert kind == "PeerError" and (bad in named or not named or way == "messages")
+        assert others[1][0] == "PeerError"
 
 
 # Threads.
 
 
 @both_ways
-def test_a_call_beside_that_of_another_thread_is_refused_and_all_ranks_learn_of_it(way):
-    def check(rank, k):
-        transport, beside = transport_of(way=way), dist.new_group()
-        call = partial(attempt, ranks.allreduce, torch.ones(3), label="A")
-        if rank:
-            dist.recv(torch.empty(1), 0, beside)  # not before rank 0 has given up
-            kind, _, named, _ = call()  # gloo may first see one that has given up for this reason
-            assert kind == "PeerError" and (0 in named or (way == "messages" and named))
-            return
-        outcomes = []
-        thread = threading.Thread(target=lambda: outcomes.append(call()), name="first")
-        thread.start()
-        while not transport.under_way:
-            time.sleep(0.01)
-        outcomes.append(call(label="B"))
-        for other in range(1, k):
-            dist.send(torch.empty(1), other, beside)
-        thread.join()
-        for kind, text, *_ in outcomes:
-            assert kind == "BusyError" and "thread 'MainThread' called allreduce 'B'" in text
-            assert "while allreduce 'A' of thread 'first' was under way" in text
-        kind, text, *_ = call()
-        assert kind == "PeerError" and "since an earlier call: BusyError: thread" in text
-
-    launch(check, 3, timeout=LIMIT)
+@in_ranks(3)
+def test_a_call_beside_that_of_another_thread_is_refused_and_all_ranks_learn_of_it(rank, k, way):
+    transport, beside = transport_of(way=way), dist.new_group()
+    call = partial(attempt, ranks.allreduce, torch.ones(3), label="A")
+    if rank:
+        dist.recv(torch.empty(1), 0, beside)  # not before rank 0 has given up
+        kind, _, named, _ = call()  # gloo may first see one that has given up for this reason
+        assert kind == "PeerError" and (0 in named or (way == "messages" and named))
+        return
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.append(call()), name="first")
+    thread.start()
+    while not transport.under_way:
+        time.sleep(0.01)
+    outcomes.append(call(label="B"))
+    for other in range(1, k):
+        dist.send(torch.empty(1), other, beside)
+    thread.join()
+    for kind, text, *_ in outcomes:
+        assert kind == "BusyError" and "thread 'MainThread' called allreduce 'B'" in text
+        assert "while allreduce 'A' of thread 'first' was under way" in text
+    kind, text, *_ = call()
+    assert kind == "PeerError" and "since an earlier call: BusyError: thread" in text
 
 
 # What is counted.

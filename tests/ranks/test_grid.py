@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, attempt, clones, distance
+from helpers import LIMIT, attempt, clones, distance, in_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -42,15 +42,13 @@ def test_rows_are_neighbours_and_columns_have_one_of_each_row(rows, columns):
     launch(run, rows * columns, timeout=LIMIT)
 
 
-def test_a_grid_of_another_size_than_the_world_is_an_error():
-    def run(rank, world_size):
-        said = [attempt(make_grid, *sizes)[:2] for sizes in [(2, 2), (1, 1), (0, 2), (-1, -2)]]
-        assert [kind for kind, _ in said] == ["ValueError"] * 4
-        assert said[0][1] == "2 ranks do not make 2 rows of 2 columns"
-        row, _ = make_grid(1, 2)  # nothing was left half done
-        assert dist.get_world_size(row) == 2
-
-    launch(run, 2, timeout=LIMIT)
+@in_ranks(2)
+def test_a_grid_of_another_size_than_the_world_is_an_error(rank, k):
+    said = [attempt(make_grid, *sizes)[:2] for sizes in [(2, 2), (1, 1), (0, 2), (-1, -2)]]
+    assert [kind for kind, _ in said] == ["ValueError"] * 4
+    assert said[0][1] == "2 ranks do not make 2 rows of 2 columns"
+    row, _ = make_grid(1, 2)  # nothing was left half done
+    assert dist.get_world_size(row) == 2
 
 
 # Two ways at once
@@ -109,15 +107,13 @@ def pipelined(row, column, averages):
 
 @pytest.mark.parametrize("averages", [True, False])
 @pytest.mark.parametrize("split", [tensor_split, pipelined])
-def test_two_ways_at_once_get_the_weights_of_one_process(split, averages):
-    def run(rank, world_size):
-        torch.manual_seed(3)
-        row, column = make_grid(2, 2)
-        params, add_gradients, theirs = split(row, column, averages)
-        before = clones(params)
-        train(params, add_gradients, dist.get_rank(column), 2)
-        assert distance(before, theirs) > 1e-2, "nothing was trained"
-        from_whole = distance(params, theirs)
-        assert from_whole < 1e-12 if averages else from_whole > 1e-3
-
-    launch(run, 4, timeout=LIMIT)
+@in_ranks(4)
+def test_two_ways_at_once_get_the_weights_of_one_process(rank, k, split, averages):
+    torch.manual_seed(3)
+    row, column = make_grid(2, 2)
+    params, add_gradients, theirs = split(row, column, averages)
+    before = clones(params)
+    train(params, add_gradients, dist.get_rank(column), 2)
+    assert distance(before, theirs) > 1e-2, "nothing was trained"
+    from_whole = distance(params, theirs)
+    assert from_whole < 1e-12 if averages else from_whole > 1e-3

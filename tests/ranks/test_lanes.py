@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import LIMIT, transport_of
+from helpers import LIMIT, in_ranks, transport_of
 
 from d2lpar.ranks.lanes import CHANNELS, LANE_BYTES, SHORT_BYTES, SLOTS, Lanes, SharedMemory
 from d2lpar.ranks.launcher import launch
@@ -19,47 +19,43 @@ from d2lpar.ranks.transport import Messages, Receive, Send, take
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def test_a_sender_far_ahead_blocks_and_goes_on():
-    def check(rank, k):
-        transport = transport_of()
-        if rank == 0:
-            begin, times = time.monotonic(), []
-            for i in range(50):
-                transport.exchange([Send(1, torch.full((3,), float(i)))], [], 30)
-                times.append(time.monotonic() - begin)
-            assert times[SLOTS - 1] < 1.5 < times[-1]
-            return
-        time.sleep(2)
-        parts = torch.zeros(50, 3)
-        for part in parts:
-            transport.exchange([], [Receive(0, part, take)], 30)
-        assert parts.tolist() == [[float(i)] * 3 for i in range(50)]
-
-    launch(check, 2, timeout=LIMIT)
+@in_ranks(2)
+def test_a_sender_far_ahead_blocks_and_goes_on(rank, k):
+    transport = transport_of()
+    if rank == 0:
+        begin, times = time.monotonic(), []
+        for i in range(50):
+            transport.exchange([Send(1, torch.full((3,), float(i)))], [], 30)
+            times.append(time.monotonic() - begin)
+        assert times[SLOTS - 1] < 1.5 < times[-1]
+        return
+    time.sleep(2)
+    parts = torch.zeros(50, 3)
+    for part in parts:
+        transport.exchange([], [Receive(0, part, take)], 30)
+    assert parts.tolist() == [[float(i)] * 3 for i in range(50)]
 
 
 @pytest.mark.parametrize("k", [2, 3])
-def test_a_note_takes_a_short_message_along(k):
-    def check(rank, k):
-        transport = transport_of()
-        full, short = transport.piece_bytes // 4, SHORT_BYTES // 4
-        after, before = (rank + 1) % k, (rank - 1) % k
-        steps = [[0], [5], [short], [short + 1], [full + 1], [0, 3], [2, full, 0, 4], [full, 1]]
-        for sizes in steps:
-            parts = [torch.ones(n) for n in sizes]
-            sends = [Send(after, torch.arange(float(n)) + rank) for n in sizes]
-            turns = transport.outgoing[after].turn, transport.incoming[before].turn
-            transport.tell(b"note", 30, ahead=sends)
-            receives = [Receive(before, part, torch.Tensor.add_) for part in parts]
-            transport.exchange(sends, receives, 30)
-            wanted = [torch.arange(float(n)) + before + 1 for n in sizes]
-            assert all(map(torch.equal, parts, wanted)), sizes
-            along = 0 < next(filter(None, sizes), 0) <= short  # then the note needs no own slot
-            slots = sum(-(-n // full) for n in sizes) + (not along)
-            used = transport.outgoing[after].turn, transport.incoming[before].turn
-            assert used == (turns[0] + slots, turns[1] + slots), sizes
-
-    launch(check, k, timeout=LIMIT)
+@in_ranks()
+def test_a_note_takes_a_short_message_along(rank, k):
+    transport = transport_of()
+    full, short = transport.piece_bytes // 4, SHORT_BYTES // 4
+    after, before = (rank + 1) % k, (rank - 1) % k
+    steps = [[0], [5], [short], [short + 1], [full + 1], [0, 3], [2, full, 0, 4], [full, 1]]
+    for sizes in steps:
+        parts = [torch.ones(n) for n in sizes]
+        sends = [Send(after, torch.arange(float(n)) + rank) for n in sizes]
+        turns = transport.outgoing[after].turn, transport.incoming[before].turn
+        transport.tell(b"note", 30, ahead=sends)
+        receives = [Receive(before, part, torch.Tensor.add_) for part in parts]
+        transport.exchange(sends, receives, 30)
+        wanted = [torch.arange(float(n)) + before + 1 for n in sizes]
+        assert all(map(torch.equal, parts, wanted)), sizes
+        along = 0 < next(filter(None, sizes), 0) <= short  # then the note needs no own slot
+        slots = sum(-(-n // full) for n in sizes) + (not along)
+        used = transport.outgoing[after].turn, transport.incoming[before].turn
+        assert used == (turns[0] + slots, turns[1] + slots), sizes
 
 
 # The memory.

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, attempt
+from helpers import LIMIT, attempt, in_ranks
 
 from d2lpar import ranks
 from d2lpar.collectives.schedules import direct, recursive_doubling, ring, star, tree
@@ -45,18 +45,16 @@ def test_a_step_is_one_batch_and_right():
     assert launch(check, 3, timeout=LIMIT) == [[b"0", b"1", b"2"]] * 3
 
 
-def test_plans_say_by_which_backend_a_tensor_goes_where_that_may_differ():
-    def check(rank, k):
-        group = dist.new_group()
-        transport = ranks.member_of(group, None)[0].transport = NcclMessages(group)
-        if rank:  # here it is as if the tensor were on a GPU
-            transport.home = lambda tensor: torch.device("meta")
-        kind, text, *_ = attempt(ranks.allreduce, torch.ones(3), group=group)
-        _, usual, odd = text.splitlines()
-        assert kind == "MismatchError" and "sum of float32 [3], " in usual
-        assert "sum of float32 [3] on meta, " in odd
-
-    launch(check, 2, timeout=LIMIT)
+@in_ranks(2)
+def test_plans_say_by_which_backend_a_tensor_goes_where_that_may_differ(rank, k):
+    group = dist.new_group()
+    transport = ranks.member_of(group, None)[0].transport = NcclMessages(group)
+    if rank:  # here it is as if the tensor were on a GPU
+        transport.home = lambda tensor: torch.device("meta")
+    kind, text, *_ = attempt(ranks.allreduce, torch.ones(3), group=group)
+    _, usual, odd = text.splitlines()
+    assert kind == "MismatchError" and "sum of float32 [3], " in usual
+    assert "sum of float32 [3] on meta, " in odd
 
 
 class Group:
