@@ -64,9 +64,7 @@ def test_a_rank_stays_until_all_have_finished():
 
 
 def test_no_semaphore_of_a_rank_is_left():
-    """Those of a progress bar, for instance, which makes a lock for processes."""
-
-    def make_locks(rank, world_size):
+    def make_locks(rank, world_size):  # as a progress bar does
         methods = None, "spawn"
         make_locks.kept = [multiprocessing.get_context(method).Lock() for method in methods]
         return [lock._semlock.name for lock in make_locks.kept]
