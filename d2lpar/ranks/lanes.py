@@ -188,8 +188,7 @@ class Lanes(Transport):
         """Raise PeerError if ``rank`` has given up, and name whom it missed."""
         if not self.missed[rank]:
             return
-        others = [self.ranks[i] for i in self.others]
-        missed = [other for other in others if self.missed[rank] >> other & 1]
+        missed = [self.ranks[i] for i in self.others if self.missed[rank] >> self.ranks[i] & 1]
         if missed in ([], [rank]):
             raise PeerError(f"rank {rank} gave up: its own error says why", [rank])
         raise PeerError(f"{name_ranks(missed)} did not do its part, says rank {rank}", missed)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -182,17 +183,14 @@ class Messages(Transport):
         return [row.numpy().tobytes() for row in theirs.cpu()]
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
-        moves = [
-            (dist.isend, piece, dst)
-            for dst, message in sends
-            for piece in pieces_of(message, self.piece_bytes)
-        ]
+        cut = partial(pieces_of, nbytes=self.piece_bytes)
+        moves = [(dist.isend, piece, dst) for dst, message in sends for piece in cut(message)]
         num_sent, landings = len(moves), []
         for i, (src, part, into) in enumerate(receives):
             beside = part if into is take else self._beside(i, part)
-            places, pieces = pieces_of(part, self.piece_bytes), pieces_of(beside, self.piece_bytes)
-            moves += [(dist.irecv, piece, src) for piece in pieces]
-            landings += [(piece, into, place) for piece, place in zip(pieces, places, strict=True)]
+            for piece, place in zip(cut(beside), cut(part), strict=True):
+                moves.append((dist.irecv, piece, src))
+                landings.append((piece, into, place))
         works = self._post(moves)
         sending = defaultdict(list)  # the address of a piece: its works
         for (_, piece, _), work in zip(moves, works[:num_sent], strict=False):
