@@ -219,13 +219,15 @@ class _Call:
 
     def flatten(self, tensor: torch.Tensor, widen: bool = True) -> torch.Tensor:
         """Return the elements as they are sent: side by side, where the transport can read them."""
-        flat = flatten(tensor, widen).resolve_conj().resolve_neg().contiguous()
-        return flat.to(self.transport.home(tensor))
+        flat = flatten(tensor, widen)
+        if flat.is_conj() or flat.is_neg() or not flat.is_contiguous():  # asking costs less
+            flat = flat.resolve_conj().resolve_neg().contiguous()
+        home = self.transport.home(tensor)
+        return flat if flat.device == home else flat.to(home)
 
     def describe(self, tensor: torch.Tensor, first: int = 0) -> str:
         """Name dtype and shape, and the kind of device that it is sent from, unless it is a CPU."""
-        kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[first:])}"
-        home = self.transport.home(tensor).type
+        kind, home = _kind(tensor.dtype, tensor.shape[first:]), self.transport.home(tensor).type
         return kind if home == "cpu" else f"{kind} on {home}"
 
     def agree(self, what: str = "", ahead: Sequence[tuple] = (), number: int = 0) -> list[int]:
@@ -306,3 +308,8 @@ def even_bounds(numel: int, n: int) -> list[int]:
     """Return where ``tensor_split`` cuts ``numel`` elements into ``n``: the first are larger."""
     each, larger = divmod(numel, n)
     return [i * each + min(i, larger) for i in range(n + 1)]
+
+
+@lru_cache(maxsize=1024)
+def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

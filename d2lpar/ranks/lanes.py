@@ -12,7 +12,6 @@ import os
 import tempfile
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -134,11 +133,14 @@ class Lanes(Transport):
 
     def _rounds(self, lanes: dict[int, _Lane], moves: list) -> list[list[tuple]]:
         """Cut all messages into pieces that fit into a slot: a round has one for each lane."""
-        pieces = defaultdict(list)  # of each lane
+        rounds, turns = [], dict.fromkeys(lanes, 0)
         for peer, message, *into in moves:
             for piece in pieces_of(message, self.piece_bytes):
-                pieces[peer].append((lanes[peer], piece, *into))
-        return [list(filter(None, turn)) for turn in zip_longest(*pieces.values())]
+                if turns[peer] == len(rounds):
+                    rounds.append([])
+                rounds[turns[peer]].append((lanes[peer], piece, *into))
+                turns[peer] += 1
+        return rounds
 
     def _slot(self, lane: _Lane, deadline: float) -> int:
         """Wait for the lane's next slot, free for its sender or full for its receiver."""
