@@ -29,7 +29,6 @@ from d2lpar.collectives.schedules import (
 )
 from d2lpar.devices import count_bytes
 from d2lpar.ranks import collectives, launcher
-from d2lpar.ranks.agreement import NOTE
 from d2lpar.ranks.lanes import Lanes
 from d2lpar.ranks.launcher import RankError, launch
 
@@ -294,20 +293,6 @@ def test_every_rank_learns_of_a_difference_and_the_group_goes_on(rank, k, way):
         same(tensor, torch.arange(6.0) * sum(range(1, k + 1)), "after", unusual)
 
 
-@both_ways
-@in_ranks(2)
-def test_a_call_that_only_one_rank_has_made_or_checked_is_noticed(rank, k, way):
-    take(way)
-    if rank == 0:  # the same plan as the next one, but a call more: nobody waits for anything
-        ranks.broadcast(torch.ones(0), check=False)
-    kind, text, *_ = attempt(ranks.broadcast, torch.ones(0))
-    assert kind == "MismatchError" and "rank 0, call 2" in text and "rank 1, call 1" in text
-    kind, text, named, _ = attempt(ranks.broadcast, torch.ones(8), check=rank > 0, timeout=1)
-    if rank:  # what is no note is not taken for one
-        assert kind == "PeerError" and named == (0,)
-        assert way == "messages" or "rank 0 did not compare plans" in text
-
-
 def test_torch_is_silently_wrong_about_a_dtype_an_op_and_a_layout():
     def theirs(rank, k):
         six = torch.arange(6.0) + 2
@@ -553,4 +538,3 @@ def test_the_ledger_holds_what_this_rank_sent(way):
 
     links = {0: {(0, 2): 5, (0, 1): 5}, 2: {(2, 3): 5}}
     assert launch(check, 4, timeout=LIMIT) == [links.get(rank, {}) for rank in range(4)]
-    assert NOTE.size == 32  # what the check sends besides
