@@ -1,7 +1,8 @@
 """What tests of several rooms share. It travels to ranks by value, as the tests themselves do."""
 
 import time
-from functools import cache, partial
+from functools import cache, partial, wraps
+from inspect import Signature, signature
 from itertools import pairwise
 
 import pytest
@@ -154,3 +155,30 @@ def on_ranks(world_size, checks):
         assert outcomes == [("ok", None)] * world_size, outcomes
 
     return test
+
+
+def transport_of(group=None, way="lanes"):
+    """The transport of a group of ranks, which takes a way from now on."""
+    take(way, group)
+    ranks.barrier(group)  # now it has one
+    return ranks.member_of(group, None)[0].transport
+
+
+def in_ranks(world_size=None):
+    """Make a test of a function that begins with (rank, k): k ranks run it, and assert in there.
+
+    Without a number, k is a parameter of the test.
+    """
+
+    def decorate(function):
+        parameters = [*signature(function).parameters.values()][1 if world_size is None else 2 :]
+
+        @wraps(function)
+        def test(**fixtures):
+            k = world_size or fixtures.pop("k")
+            launch(function, k, *fixtures.values(), timeout=LIMIT)
+
+        test.__signature__ = Signature(parameters)
+        return test
+
+    return decorate

@@ -1,15 +1,13 @@
-"""Agreement: before anything is sent, all ranks compare what they are about to do.
+"""Agreement: before anything is sent, all ranks compare what they are about to do: their *plans*.
 
-A rank's *plan* is a line of text. Its digest travels, with the number of the call. Source: torch's
-ProcessGroupWrapper, which does the same under TORCH_DISTRIBUTED_DEBUG=DETAIL.
+Source: torch's ProcessGroupWrapper, which does this under TORCH_DISTRIBUTED_DEBUG=DETAIL.
 """
 
 import struct
-from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
-from .transport import MismatchError, PeerError, Send, Transport, name_ranks
+from .transport import MismatchError, PeerError, Sends, Transport, name_ranks
 
 MARK = b"d2\xff\x7f"  # of a note; as a float32 it is NaN, so that hardly any data look like it
 NOTE = struct.Struct("<4sIq16s")  # mark, number of the call, number, digest of the plan
@@ -17,21 +15,15 @@ TEXT_BYTES = 256  # of the plan itself, which is sent only when plans differ
 
 
 def agree(
-    transport: Transport,
-    call: int,
-    plan: str,
-    number: int,
-    timeout: float,
-    ahead: Sequence[Send] = (),
+    transport: Transport, call: int, plan: str, number: int, timeout: float, ahead: Sends = ()
 ) -> list[int]:
     """Return every member's ``number``; raise MismatchError on all unless their plans are equal.
 
-    What went ``ahead`` with the notes is dropped, unread, where plans differ. Where a rank sends
-    something else than a note, that is a PeerError.
+    What went ``ahead`` is then dropped, unread. A rank that sends no note is a PeerError.
     """
     note = NOTE.pack(MARK, call % 2**32, number, _digest(plan))
     notes = transport.tell(note, timeout, ahead)
-    if notes.count(note) == len(notes):  # as a rule, and quickly seen
+    if notes.count(note) == len(notes):  # quickly seen
         return [number] * len(notes)
     marks, calls, numbers, digests = zip(*map(NOTE.unpack, notes), strict=True)
     if strangers := [r for r, mark in zip(transport.ranks, marks, strict=True) if mark != MARK]:
@@ -41,11 +33,10 @@ def agree(
         return list(numbers)
     text = plan.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
     texts = [t.rstrip(b"\0").decode(errors="replace") for t in transport.tell(text, timeout)]
-    lines = [
-        f"rank {rank}, call {n}: {theirs}"
-        for rank, n, theirs in zip(transport.ranks, calls, texts, strict=True)
-    ]
-    raise MismatchError("\n".join(["the ranks are about to do different things", *lines]))
+    lines = ["the ranks are about to do different things"]
+    for rank, n, theirs in zip(transport.ranks, calls, texts, strict=True):
+        lines.append(f"rank {rank}, call {n}: {theirs}")
+    raise MismatchError("\n".join(lines))
 
 
 @lru_cache(maxsize=1024)

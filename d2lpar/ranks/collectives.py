@@ -1,8 +1,8 @@
 """Collectives between ranks: each rank makes its own moves of a schedule, over a transport.
 
 They mean what those in ``collectives`` mean, but a rank passes its own tensor instead of a list.
-First, all ranks compare what they are about to do: torch does that only under
-TORCH_DISTRIBUTED_DEBUG=DETAIL, and else gloo aborts or is silently wrong. Notebook 05 uses this.
+First, all ranks compare what they are about to do. Over gloo, torch aborts or is silently wrong
+where that differs. Notebook 05 uses this file.
 """
 
 import operator
@@ -57,35 +57,31 @@ def allreduce(
     The result is equal to the last bit on all ranks that have equally many threads, and in every
     run. float16 and bfloat16 travel and are reduced as float32, and are rounded once, at the end.
 
-    A rank that leaves out one of several *equal* calls is not seen at once: its next call meets the
-    others' earlier one, and only at the end one rank waits for a call that never comes. A ``label``
-    tells such calls apart. Give each thread its own group: threads may begin in another order
-    on each rank.
+    A rank that leaves out one of several *equal* calls is noticed only at the end, when another
+    waits for a call that never comes, unless a ``label`` tells them apart. Give each thread its own
+    group: threads may begin in another order on each rank.
 
     Args:
         tensor: of the same shape and dtype on every rank, contiguous or not.
-        schedule: a function k -> steps, such as ``ring``; None: ``choose`` does, by size and k.
+        schedule: a function k -> steps, such as ``ring``; None: what ``choose`` returns.
         op: "sum", "mean", "max", "min" or "product".
         group: a process group of which this rank is a member; None: all ranks.
-        check: whether the ranks first compare what they are about to do: 32 bytes, with which a
-            short message goes along over lanes. Without it a mistake may hang, abort or go unseen.
+        check: whether the ranks first compare what they are about to do, in 32 bytes. Without it a
+            mistake may hang, abort or go unseen.
         timeout: seconds to wait for the others, in each step.
         label: what is reduced, such as "step 3": compared by the check.
 
     Raises:
         MismatchError: on every rank, when what they are about to do differs, or only some of them
-            can do it. The group is still usable.
-        PeerError: a rank did not call or did not answer in time, gave up or is gone. A rank gives
-            up when it fails after the check. The group is then of no more use.
-        BusyError: another thread of this rank has a call under way in this group, which is then of
-            no more use.
+            can do it. The group is still usable; after the next two errors it is not.
+        PeerError: a rank did not call or answer in time, failed after the check, or is gone.
+        BusyError: another thread of this rank has a call under way in this group.
         ValueError: this cannot be done with such a tensor, op or schedule, on any rank.
     """
     with _calling("allreduce", label, group, timeout, check) as call:
         check_reduction(tensor, op)
         if schedule is not None and not callable(schedule):
-            kind = type(schedule).__name__
-            raise TypeError(f"schedule must be a function such as ring, not {kind}")
+            raise TypeError(f"schedule must be a function such as ring, not {schedule!r}")
         flat = call.flatten(tensor)
         moves = own_moves(schedule or choose(flat.nbytes, call.k), call.k, call.me, op)
         steps = messages_of(moves.steps, flat, even_bounds(flat.numel(), moves.num_chunks))
@@ -106,9 +102,9 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Reduce in place, and leave each rank its part: return shard r of ``tensor`` on rank r.
 
-    This is the first half of the ring. Shard r is ``tensor.tensor_split(k)[r]``, rows of dimension
-    0; the others are left with partial results. A tensor without a dimension counts as one row.
-    Arguments and errors are those of ``allreduce``.
+    Shard r is ``tensor.tensor_split(k)[r]``, rows of dimension 0; the others are left with partial
+    results. A tensor without a dimension counts as one row. For the rest see ``allreduce``, of
+    which this is the ring's first half.
     """
     with _calling("reduce_scatter", label, group, timeout, check) as call:
         check_reduction(tensor, op)
@@ -127,10 +123,10 @@ def reduce_scatter(
 def all_gather(
     shard: torch.Tensor, group: Group = None, timeout: float | None = None, *, label: str = ""
 ) -> torch.Tensor:
-    """Return all ranks' shards joined along dimension 0: a new tensor.
+    """Return all ranks' shards joined along dimension 0: a new tensor, by the ring's second half.
 
-    This is the second half of the ring. The shards may differ in their number of rows, which the
-    check tells; one without a dimension counts as a row. Arguments and errors: see ``allreduce``.
+    The shards may differ in their number of rows, which the check tells; one without a dimension
+    counts as a row.
     """
     with _calling("all_gather", label, group, timeout) as call:
         check_reduction(shard)
@@ -157,7 +153,7 @@ def broadcast(
 ) -> None:
     """Copy the tensor of rank ``src`` in place into that of every other, down a binomial tree.
 
-    ``src`` is a rank of the world, as in torch. For the others, and errors, see ``allreduce``.
+    ``src`` is a rank of the world, as in torch. For the rest see ``allreduce``.
     """
     with _calling("broadcast", label, group, timeout, check) as call:
         check_reduction(tensor)
@@ -172,7 +168,7 @@ def broadcast(
 
 
 def barrier(group: Group = None, timeout: float | None = None, *, label: str = "") -> None:
-    """Return when all ranks of the group have called. Errors are those of ``allreduce``."""
+    """Return when all ranks of the group have called."""
     with _calling("barrier", label, group, timeout) as call:
         call.agree()
 
@@ -180,10 +176,7 @@ def barrier(group: Group = None, timeout: float | None = None, *, label: str = "
 def all_gather_int(
     number: int, group: Group = None, timeout: float | None = None, *, label: str = ""
 ) -> list[int]:
-    """Return the number of every rank, each from -2^63 to 2^63 - 1: it goes along with the check.
-
-    Errors are those of ``allreduce``.
-    """
+    """Return the number of every rank, of 64 bits: it goes along with the check."""
     with _calling("all_gather_int", label, group, timeout) as call:
         if not -(2**63) <= operator.index(number) < 2**63:
             raise ValueError(f"number must be an int of 64 bits, not {number!r}")
@@ -193,10 +186,9 @@ def all_gather_int(
 def choose(nbytes: int, k: int) -> Schedule:
     """Return the fastest schedule for ``nbytes`` bytes on ``k`` ranks, or nearly the fastest.
 
-    Two ranks exchange whole tensors: in one step they send as much as otherwise in two. Measured on
-    2 cores of an AMD EPYC and of an Intel Xeon: with 3, 4 and 8 ranks star and direct cross between
-    1 and 4 MB, over lanes as over gloo's messages. ``benchmarks/bench_ranks.py`` prints how much
-    slower this choice is than the fastest.
+    Two ranks exchange whole tensors: in one step they send as much as otherwise in two. On 2 cores
+    of an AMD EPYC and of an Intel Xeon, star and direct cross between 1 and 4 MB, with 3, 4 and 8
+    ranks, over lanes and over gloo's messages. ``benchmarks/bench_ranks.py`` measures it.
     """
     if k == 2:
         return recursive_doubling
@@ -228,7 +220,7 @@ class _Call:
     def flatten(self, tensor: torch.Tensor, widen: bool = True) -> torch.Tensor:
         """Return the elements as they are sent: side by side, where the transport can read them."""
         flat = flatten(tensor, widen)
-        if flat.is_conj() or flat.is_neg() or not flat.is_contiguous():
+        if flat.is_conj() or flat.is_neg() or not flat.is_contiguous():  # asking costs less
             flat = flat.resolve_conj().resolve_neg().contiguous()
         home = self.transport.home(tensor)
         return flat if flat.device == home else flat.to(home)
@@ -239,10 +231,7 @@ class _Call:
         return kind if home == "cpu" else f"{kind} on {home}"
 
     def agree(self, what: str = "", ahead: Sequence[tuple] = (), number: int = 0) -> list[int]:
-        """Compare plans, if that is wanted; return every rank's ``number``.
-
-        ``ahead`` has the messages of the first step: a short one goes along.
-        """
+        """Compare plans, if wanted; return every rank's ``number``. ``ahead``: the first step."""
         self.has_asked = True
         if not self.check:
             return []

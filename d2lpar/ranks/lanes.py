@@ -1,10 +1,10 @@
 """Lanes in shared memory: how messages travel between the ranks of one ``launch``.
 
 A lane is a one-way path from one rank to another: two slots of a memory that both have mapped, and
-two counting semaphores that say how many slots are free and how many are full. It is the bounded
-buffer of Dijkstra, "Cooperating sequential processes" (1965). A message is copied once into a slot
-and read from there, without a system call as long as nobody has to sleep. A note takes a short
-message that follows it along in its slot. Notebook 05 measures lanes against gloo.
+two counting semaphores, of the free slots and of the full ones. It is the bounded buffer of
+Dijkstra, "Cooperating sequential processes" (1965). A message is copied once into a slot and read
+from there. No system call is needed unless a rank has to sleep. A note takes a short message that
+follows it along in its slot. Notebook 05 measures lanes against gloo.
 """
 
 import mmap
@@ -19,7 +19,7 @@ from itertools import permutations, zip_longest
 
 import torch
 
-from .transport import PeerError, Receive, Send, Transport, name_ranks, pieces_of
+from .transport import PeerError, Receive, Send, Sends, Transport, name_ranks, pieces_of
 
 CHANNELS = 4  # process groups of a rank that can have lanes, in all; further ones send messages
 SLOTS = 2  # of a lane: one is filled while the other is emptied
@@ -63,10 +63,9 @@ class Lanes(Transport):
         self.outgoing, self.incoming = {}, {}  # the lanes to and from each other member
         for i in self.others:
             there, back = (channel, ranks[member], ranks[i]), (channel, ranks[i], ranks[member])
-            free, full = memory.semaphores[there]
+            (free, full), (empty, filled) = memory.semaphores[there], memory.semaphores[back]
             self.outgoing[i] = _Lane(ranks[i], memory.slots(*there), free, full)
-            free, full = memory.semaphores[back]
-            self.incoming[i] = _Lane(ranks[i], memory.slots(*back), full, free)
+            self.incoming[i] = _Lane(ranks[i], memory.slots(*back), filled, empty)
         # Of every rank, for the others to read: for whom it waits (1 + rank, or 0 for nobody), when
         # it last looked around while it did (ns), and, once it has given up, whose part it missed
         # (bit r for rank r). The semaphores order what is in the slots, on every processor, but not
@@ -81,16 +80,13 @@ class Lanes(Transport):
         if not self.broken:  # else messages may still be under way
             self.memory.used[self.channel] = False
 
-    def _tell(self, note: bytes, deadline: float, ahead: Sequence[Send]) -> list[bytes]:
+    def _tell(self, note: bytes, deadline: float, ahead: Sends) -> list[bytes]:
         for lane in self.incoming.values():
             if lane.held:  # nobody has taken it: plans differed
                 lane.held = 0
                 lane.release()
         notes, missing = [note] * len(self.ranks), []
-        first = {}  # message for each member
-        for dst, message in ahead:
-            if message.numel():
-                first.setdefault(dst, message)
+        first = {dst: message for dst, message in reversed(ahead) if message.numel()}
         for i, lane in self.outgoing.items():
             if not self._wait(lane, deadline):
                 missing.append(lane.rank)  # who else?
@@ -191,11 +187,10 @@ class Lanes(Transport):
             self._check(self.ranks[i])
 
     def _check(self, rank: int) -> None:
-        """Raise PeerError if ``rank`` has given up: nothing will come. Name whom it missed."""
+        """Raise PeerError if ``rank`` has given up, and name whom it missed."""
         if not self.missed[rank]:
             return
-        others = [self.ranks[i] for i in self.others]
-        missed = [other for other in others if self.missed[rank] >> other & 1]
+        missed = [self.ranks[i] for i in self.others if self.missed[rank] >> self.ranks[i] & 1]
         if missed in ([], [rank]):
             raise PeerError(f"rank {rank} gave up: its own error says why", [rank])
         raise PeerError(f"{name_ranks(missed)} did not do its part, says rank {rank}", missed)

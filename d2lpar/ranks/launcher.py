@@ -1,14 +1,12 @@
 """Ranks in a cell: run a function as k real processes that can send each other messages.
 
 ``torchrun`` starts a script k times; ``launch`` starts a *function* k times, wherever it was
-written: in a cell, in a script with or without a main guard, on standard input. The function
-travels by value (cloudpickle), so the caller's main module is never run again. The ranks are forked
-from a server that has imported torch already (``forkserver``), so they start in a tenth of a
-second. Forks of the caller itself would hang once it has run an OpenMP-sized operation.
+written: in a cell, in a script, on standard input. It travels by value (cloudpickle), so the
+caller's main module is not run again. The ranks are forked in a tenth of a second from a server
+that has imported torch (``forkserver``). Forks of the caller would hang once it has used OpenMP.
 
 The ranks meet in a file, which opens no port, and gloo listens on the loopback interface alone.
-What runs inside a rank is in ``worker``. Notebook 03 uses this file. Source: Python's
-``multiprocessing``.
+What runs inside a rank is in ``worker``. Notebook 03 uses this file. Source: ``multiprocessing``.
 """
 
 import contextlib
@@ -67,12 +65,8 @@ def launch(
     What a rank prints, the caller prints, in whole lines that begin with ``[rank 0]``. What C code
     writes, or a process that a rank has started, goes to the terminal as it is.
 
-    Args:
-        fn: the function, also a closure, a lambda or one defined in a cell.
-        world_size: the number of ranks.
-        *args: what the function is given after rank and world_size.
-        timeout: seconds that the ranks may take once they are started.
-        threads: the number of threads of torch's operations in each rank.
+    ``fn`` may also be a closure, a lambda or defined in a cell. The ranks may take ``timeout``
+    seconds once they are started; torch's operations have ``threads`` threads in each.
 
     Raises:
         RankError: a rank raised an exception, died, or did not finish in time; all are ended.
@@ -119,9 +113,7 @@ def _check(fn: Callable, world_size: int, timeout: float) -> None:
     if not 0 < timeout <= 1e6:
         raise ValueError(f"timeout must be more than 0 and at most 1e6 seconds, got {timeout}")
     if multiprocessing.parent_process():
-        name = multiprocessing.current_process().name
-        where = f"launch was called from a rank or a worker ({name})"
-        raise RuntimeError(f"{where}, which cannot start ranks itself")
+        raise RuntimeError("launch was called from a rank or a worker, which cannot start ranks")
 
 
 def _culprit(fn: Callable, args: tuple) -> str:
@@ -140,7 +132,7 @@ def _culprit(fn: Callable, args: tuple) -> str:
 
 
 def _sources_of_cells() -> dict:
-    """Return the source of code that is in no file, which a rank's traceback is to show."""
+    """Return the source of code that is in no file, for the tracebacks of ranks."""
     entries = linecache.cache.copy().items()  # an entry is (length, time of the file, lines, name)
     return {name: entry for name, entry in entries if len(entry) == 4 and entry[1] is None}
 
@@ -165,10 +157,10 @@ def _deferred_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apart_from_the_caller() -> Iterator[None]:
-    """Let processes that start now neither run the main module nor import from its directory.
+    """Let processes that start now neither run the main module nor import a student's random.py.
 
-    There a student's ``random.py`` would take the place of Python's. Torch's compiler, which the
-    fork server imports, makes folders: let them be in one that is removed.
+    Torch's compiler, which the fork server imports, makes folders: let them be in one that is
+    removed.
     """
     own = get_temp_dir()
     ours = {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_CACHE_DIR": own, "TMPDIR": own}

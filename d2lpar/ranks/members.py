@@ -1,7 +1,7 @@
-"""What a rank keeps for each of its process groups: a transport, a time limit, the calls so far.
+"""What a rank keeps for each of its process groups, from the first call on, while the group lives.
 
-It is made at the group's first call and lives as long as the group. A *line* is a second transport
-in the same group, for another thread of each rank: what travels over it has its own order.
+A *line* is a second transport in the same group, for another thread of each rank: what travels over
+it has its own order.
 """
 
 import threading
@@ -45,7 +45,7 @@ def use_lanes(memory: SharedMemory, timeout: float) -> None:
 def use_messages(group: Group = None, timeout: float | None = None) -> None:
     """Let ``group`` send torch.distributed's messages where it would have lanes: call on all ranks.
 
-    Use it to compare the two. ``timeout`` becomes that of calls that name none; None leaves it.
+    ``timeout`` becomes that of calls that name none; None leaves it.
     """
     group = group or dist.group.WORLD
     member = _known(group)
@@ -104,9 +104,9 @@ def _find_lanes(member: Member, timeout: float) -> Lanes | None:
 def line_of(group: Group, timeout: float | None = None) -> Member:
     """Return a new line in ``group``, to be passed to calls as their group: on all ranks.
 
-    It has lanes if the group has and a channel is free, else messages with its own tags. NCCL
-    knows no tags: there the line has its own group. Messages share the group's connections:
-    once such a line has failed, the group is of no more use either.
+    It has lanes if the group has and a channel is free, else messages with their own tags. These
+    share the group's connections: once such a line has failed, the group is of no more use either.
+    NCCL knows no tags: there the line has its own group.
     """
     member, timeout = member_of(group, timeout)
     group = group or dist.group.WORLD
@@ -135,8 +135,7 @@ def group_like(group: Group, backend: str | None = None) -> dist.ProcessGroup:
 def destroy(group: dist.ProcessGroup) -> None:
     """Destroy a group that ``group_like`` has made, unless it is of some ranks only.
 
-    Torch names such a one by counting those that there are, and would give its name, with all that
-    is stored under it, to a later one.
+    Torch would give its name, with all that is stored under it, to a later one.
     """
     with suppress(ValueError, AssertionError):  # all have been destroyed already
         if group.size() == dist.get_world_size():

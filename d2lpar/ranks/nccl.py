@@ -35,10 +35,8 @@ class NcclMessages(Messages):
         if not moves or not self._is_batched(moves[0][1]):
             return super()._post(moves, tag)
         peers = [self.ranks[peer] for *_, peer in moves]
-        operations = [
-            dist.P2POp(kind, tensor, self.ranks[peer], self.group) for kind, tensor, peer in moves
-        ]
-        works = dist.batch_isend_irecv(operations)  # NCCL has one work for all
+        batch = [dist.P2POp(kind, t, self.ranks[peer], self.group) for kind, t, peer in moves]
+        works = dist.batch_isend_irecv(batch)  # NCCL has one work for all
         return [(peers, work) for work in works] * (len(moves) // len(works))
 
     def _is_batched(self, tensor: torch.Tensor) -> bool:
@@ -46,7 +44,7 @@ class NcclMessages(Messages):
 
 
 def messages_for(group: dist.ProcessGroup) -> Messages:
-    """Return the messages of a group: NCCL's where it has that for GPUs, also without naming it."""
+    """Return the messages of a group: NCCL's where it has that for GPUs."""
     return (NcclMessages if _backends(group).get("cuda") == "nccl" else Messages)(group)
 
 

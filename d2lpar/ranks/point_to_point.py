@@ -1,7 +1,6 @@
 """A tensor from one rank to another, with a header that says what it is; and an ``isend``'s thread.
 
-A pipeline's tensors have shapes that only the sender knows. So a header of a fixed size goes first.
-Notebook 06 uses this file.
+Only the sender knows the shape, so a header of a fixed size goes first. Notebook 06 uses this file.
 """
 
 import struct
@@ -28,9 +27,8 @@ def check_send(tensor: torch.Tensor, dst: int, label: str = "", *_, **__) -> Non
     """Refuse what a header cannot describe, before anything is sent."""
     check_tensor(tensor, "the tensor")
     if tensor.dim() > MAX_DIMS or len(label.encode()) > 32:
-        what = f"a tensor of shape {list(tensor.shape)} as {label!r}"
-        room = f"{MAX_DIMS} dimensions and a label of 32 bytes"
-        raise ValueError(f"cannot send {what}: a header has room for {room}")
+        room = f"a header has room for {MAX_DIMS} dimensions and a label of 32 bytes"
+        raise ValueError(f"cannot send shape {list(tensor.shape)} as {label!r}: {room}")
 
 
 @checked(check_send)
@@ -47,13 +45,9 @@ def send(
     That may be before ``dst`` has received it, or only then: two ranks that first send to each
     other, and then receive, may wait for each other. Let one of them send in a thread.
 
-    Args:
-        tensor: of up to 8 dimensions, detached.
-        dst: a rank of the world, and of ``group``.
-        label: what it is, up to 32 bytes; the receiver must expect the same.
-        group: a process group; None: all ranks.
-        timeout: seconds to wait; None: the group's.
-        wants_gradient: what the receiver's tensor ``requires_grad``.
+    ``tensor`` is detached, and has up to 8 dimensions. ``dst`` is a rank of the world. ``label``
+    says what it is, in up to 32 bytes; the receiver must expect the same. There, the tensor will
+    require a gradient if this rank ``wants_gradient``.
 
     Raises:
         PeerError: ``dst`` did not receive it in time, or is gone.
@@ -117,8 +111,8 @@ def _member_number(transport: Transport, rank: int, name: str) -> int:
 class Sender:
     """A daemon thread that makes calls one after the other: sending goes on beside backward.
 
-    ``concurrent.futures.ThreadPoolExecutor(1)`` does the same, but a process that ends waits for
-    its threads: a rank that has failed would stay until its last message is taken.
+    A process that ends does not wait for it, as it would for a ``ThreadPoolExecutor(1)``: a rank
+    that has failed would stay until its last message is taken.
     """
 
     def __init__(self):

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -36,11 +37,7 @@ class PeerError(RuntimeError):
 
 
 class MismatchError(RuntimeError):
-    """The ranks were about to do different things.
-
-    If that was a collective, nobody has read a message, and the group is usable. For what
-    ``receive`` finds, see there.
-    """
+    """The ranks were about to do different things; nobody has begun. But see ``receive``."""
 
 
 class BusyError(RuntimeError):
@@ -62,11 +59,14 @@ class Receive(NamedTuple):
     into: Callable
 
 
+Sends = Sequence[Send]
+
+
 class Transport:
     """What all transports share: who the members are, and what ends the use of a group.
 
-    Members of a group are numbered from 0. ``ranks[member]`` is a member's rank in the world, by
-    which errors name it. ``broken`` says what happened once this rank has given the group up.
+    Members of a group are numbered from 0. Errors name them by ``ranks[member]``, their ranks in
+    the world. ``broken`` says why this rank has given the group up.
     """
 
     device = torch.device("cpu")  # where notes must lie
@@ -86,13 +86,12 @@ class Transport:
     def call(self, words: str, *directions: str) -> Iterator[None]:
         """Make one call, described by ``words``, while no other thread of this rank makes one.
 
-        Two calls at once would take each other's messages. Letting the second one wait would not
-        help: on another rank it may be the first. So the second one is refused (BusyError). The
-        first one fails too, since it may have met another rank's second. One thread may send while
-        another one receives: ``directions`` is then "send" or "receive".
+        Two calls at once would take each other's messages, and on another rank the second may be
+        the first: so both fail (BusyError). But one thread may send while another one receives:
+        ``directions`` is then "send" or "receive".
 
         An error ends the use of the group, unless it is about arguments or plans: nobody would know
-        which messages are under way. Later calls are a PeerError.
+        which messages are under way.
         """
         if self.broken:
             raise PeerError(f"the group is of no more use since an earlier call: {self.broken}")
@@ -130,11 +129,11 @@ class Transport:
             self.broken = f"{type(error).__name__}: {error}"
             self._announce(error)
 
-    def tell(self, note: bytes, timeout: float, ahead: Sequence[Send] = ()) -> list[bytes]:
+    def tell(self, note: bytes, timeout: float, ahead: Sends = ()) -> list[bytes]:
         """Give ``note`` to all other members; return everyone's, in order: all of one length.
 
-        Nobody returns before all have called. PeerError names those who did not, or are gone.
-        ``ahead`` is what this rank sends in the exchange that comes next: some of it may go along.
+        Nobody returns before all have called. ``ahead`` is what this rank sends in the exchange
+        that comes next: some of it may go along.
         """
         return self._tell(note, time.monotonic() + timeout, ahead)
 
@@ -142,8 +141,7 @@ class Transport:
         """Make the moves of one step; return when the parts are written and the messages sent.
 
         Nothing may be received where a message lies that is sent in the same step, unless two
-        members send each other parts of one length, and both reduce. PeerError names the rank that
-        did not do its part within ``timeout`` seconds.
+        members send each other parts of one length, and both reduce.
         """
         for dst, message in sends:
             record_message(message, self.ranks[self.member], self.ranks[dst])
@@ -156,8 +154,7 @@ Work = tuple[list[int], dist.Work]  # what is under way, and the ranks that it i
 class Messages(Transport):
     """torch.distributed's point-to-point messages in the CPU's memory: over gloo, as a rule.
 
-    Each one is waited for alone, so that a failure names its rank. Messages of different lines do
-    not meet, but share the connections of the group's own transport.
+    Each one is waited for alone, so that a failure names its rank.
     """
 
     # A chunk travels in pieces, so that one is reduced while others come. Pieces of 512 kB were as
@@ -167,7 +164,7 @@ class Messages(Transport):
     def __init__(self, group: dist.ProcessGroup, line: int = 0, own: Transport | None = None):
         super().__init__(dist.get_rank(group), dist.get_process_group_ranks(group))
         self._group = weakref.ref(group)  # what is kept for a group must not keep it
-        self.line, self.own = line, own
+        self.line, self.own = line, own  # the number of a line, and the group's own transport
         self.landings: dict[tuple, torch.Tensor] = {}  # memory for what is to be reduced
 
     @property
@@ -175,7 +172,7 @@ class Messages(Transport):
         """The process group, which someone else must keep."""
         return self._group()
 
-    def _tell(self, note: bytes, deadline: float, ahead: Sequence[Send]) -> list[bytes]:
+    def _tell(self, note: bytes, deadline: float, ahead: Sends) -> list[bytes]:
         mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(self.device)
         theirs = mine.repeat(len(self.ranks), 1)
         moves = [(dist.isend, mine, i) for i in self.others]
@@ -186,17 +183,14 @@ class Messages(Transport):
         return [row.numpy().tobytes() for row in theirs.cpu()]
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
-        moves = [
-            (dist.isend, piece, dst)
-            for dst, message in sends
-            for piece in pieces_of(message, self.piece_bytes)
-        ]
+        cut = partial(pieces_of, nbytes=self.piece_bytes)
+        moves = [(dist.isend, piece, dst) for dst, message in sends for piece in cut(message)]
         num_sent, landings = len(moves), []
         for i, (src, part, into) in enumerate(receives):
             beside = part if into is take else self._beside(i, part)
-            places, pieces = pieces_of(part, self.piece_bytes), pieces_of(beside, self.piece_bytes)
-            moves += [(dist.irecv, piece, src) for piece in pieces]
-            landings += [(piece, into, place) for piece, place in zip(pieces, places, strict=True)]
+            for piece, place in zip(cut(beside), cut(part), strict=True):
+                moves.append((dist.irecv, piece, src))
+                landings.append((piece, into, place))
         works = self._post(moves)
         sending = defaultdict(list)  # the address of a piece: its works
         for (_, piece, _), work in zip(moves, works[:num_sent], strict=False):
@@ -254,8 +248,7 @@ class Messages(Transport):
 
 def _gone(ranks: list[int], reason: Exception) -> PeerError:
     names, line = sorted(set(ranks)), str(reason).splitlines()[0]
-    verb = "is" if len(names) == 1 else "are"
-    what = f"did not answer in time, {verb} gone or gave up, or waits itself for another rank"
+    what = "did not answer in time, gave up, ended, or waited for another rank"
     return PeerError(f"{name_ranks(names)} {what}: {line}", names)
 
 

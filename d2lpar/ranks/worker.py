@@ -1,8 +1,7 @@
 """What runs inside a rank: it joins the others, calls the function, reports, and stays until ended.
 
-The other half of ``launcher``. One connection joins the rank to its caller. It carries lines of
-output, the result or the failure, and the question where the rank stands; when it ends, the caller
-is gone, and so is the rank.
+One connection to the caller carries lines of output, the result or the failure, and the question
+where the rank stands. When it ends, the caller is gone, and the rank ends too.
 """
 
 import contextlib
@@ -59,7 +58,7 @@ class Failure(NamedTuple):
 
 
 def be_rank(rank: int, world_size: int, connection: Connection, job: Job) -> None:
-    """What runs in the new process: call the function, report, and stay until ended."""
+    """The new process: call the function, report, and stay until ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its ranks
     os.setpgid(0, 0)  # a group of processes, which ends as one
     faulthandler.dump_traceback_later(job.timeout + 60, exit=True, file=2)  # see _watch

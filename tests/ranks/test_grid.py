@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, attempt, clones, distance
+from helpers import LIMIT, attempt, clones, distance, in_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,72 +22,56 @@ from d2lpar import (
 from d2lpar.ranks.grid import make_grid
 from d2lpar.tensor_parallel.layers import TensorParallelLeNet
 
-STEPS, LR = 5, 0.1
+STEPS, LR, ROWS = 5, 0.1, 16
 LENET_CUTS = (0, 0, 1, None, 1, 0, 0, None)  # along which dimension each parameter is cut
 
 
-@torch.no_grad()
-def step(params):
-    for param in params:
-        param -= LR * param.grad
-        param.grad = None
-
-
-def batches(rows=16):
-    data = torch.Generator().manual_seed(4)
-    return [
-        (  # float64: several steps amplify the rounding of float32
-            torch.randn(rows, 1, 28, 28, generator=data, dtype=torch.float64),
-            torch.randint(10, (rows,), generator=data),
-        )
-        for _ in range(STEPS)
-    ]
-
-
-def train_whole(model, params):
-    """The reference: one process, the whole batch."""
-    for X, y in batches():
-        F.cross_entropy(model(X), y).backward()
-        step(params)
-
-
-@pytest.mark.parametrize("rows, columns", [(2, 2), (1, 4), (4, 1), (2, 3), (1, 1)])
+@pytest.mark.parametrize("rows, columns", [(1, 4), (4, 1), (2, 3)])
 def test_rows_are_neighbours_and_columns_have_one_of_each_row(rows, columns):
     def run(rank, world_size):
         groups = make_grid(rows, columns)
-        sums = [torch.tensor(10.0**rank, dtype=torch.float64) for _ in groups]
-        for tensor, group in zip(sums, groups, strict=True):
-            ranks.allreduce(tensor, group=group)
-        members = [dist.get_process_group_ranks(group) for group in groups]
-        return [tensor.item() for tensor in sums], members
-
-    for rank, (sums, members) in enumerate(launch(run, rows * columns, timeout=LIMIT)):
         i, j = divmod(rank, columns)
         row = [i * columns + other for other in range(columns)]
         column = [other * columns + j for other in range(rows)]
-        assert members == [row, column]
-        assert sums == [sum(10.0**r for r in row), sum(10.0**r for r in column)]
+        for group, members in zip(groups, (row, column), strict=True):
+            assert dist.get_process_group_ranks(group) == members
+            tensor = torch.tensor(10.0**rank, dtype=torch.float64)
+            ranks.allreduce(tensor, group=group)
+            assert tensor.item() == sum(10.0**r for r in members)
+
+    launch(run, rows * columns, timeout=LIMIT)
 
 
-def test_a_grid_of_another_size_than_the_world_is_an_error():
-    def run(rank, world_size):
-        said = [attempt(make_grid, *sizes)[:2] for sizes in [(2, 2), (1, 1), (0, 2), (-1, -2)]]
-        row, _ = make_grid(1, 2)  # nothing was left half done
-        return said, dist.get_world_size(row)
-
-    for said, size in launch(run, 2, timeout=LIMIT):
-        assert size == 2 and [kind for kind, _ in said] == ["ValueError"] * 4
-        assert said[0][1] == "2 ranks do not make 2 rows of 2 columns"
+@in_ranks(2)
+def test_a_grid_of_another_size_than_the_world_is_an_error(rank, k):
+    said = [attempt(make_grid, *sizes)[:2] for sizes in [(2, 2), (1, 1), (0, 2), (-1, -2)]]
+    assert [kind for kind, _ in said] == ["ValueError"] * 4
+    assert said[0][1] == "2 ranks do not make 2 rows of 2 columns"
+    row, _ = make_grid(1, 2)  # nothing was left half done
+    assert dist.get_world_size(row) == 2
 
 
 # Two ways at once
 
 
+def train(params, add_gradients, part=0, of=1):
+    """Some steps on this part of each batch. In float64: they amplify the rounding of float32."""
+    data = torch.Generator().manual_seed(4)
+    for _ in range(STEPS):
+        X = torch.randn(ROWS, 1, 28, 28, generator=data, dtype=torch.float64)
+        y = torch.randint(10, (ROWS,), generator=data)
+        add_gradients(*(rows.tensor_split(of)[part] for rows in (X, y)))
+        with torch.no_grad():
+            for param in params:
+                param -= LR * param.grad
+                param.grad = None
+
+
 def tensor_split(row, column, averages):
-    """A LeNet cut among the ranks of a row: its parameters, what computes gradients, the whole."""
+    """A LeNet cut among the ranks of a row: its parameters, what adds gradients, the right ones."""
     params = [p.double() for p in init_params(0.1, torch.Generator().manual_seed(3))]
     whole = [param.clone().requires_grad_() for param in params]
-    train_whole(lambda X: lenet(X, whole), whole)
+    train(whole, lambda X, y: F.cross_entropy(lenet(X, whole), y).backward())
     part = dist.get_rank(row)
     theirs = [
         p if dim is None else p.tensor_split(2, dim)[part]
@@ -108,7 +92,7 @@ def pipelined(row, column, averages):
     for param in model.parameters():
         nn.init.normal_(param, std=0.1)
     whole, number = copy.deepcopy(model), dist.get_rank(row)
-    train_whole(whole, list(whole.parameters()))
+    train(list(whole.parameters()), lambda X, y: F.cross_entropy(whole(X), y).backward())
     stage = cut(model, 2)[number]
     replica = NaiveDistributedDataParallel(stage, column)
     pipeline = DistributedPipeline(replica, nn.CrossEntropyLoss(), 4, group=row)
@@ -123,17 +107,13 @@ def pipelined(row, column, averages):
 
 @pytest.mark.parametrize("averages", [True, False])
 @pytest.mark.parametrize("split", [tensor_split, pipelined])
-def test_two_ways_at_once_get_the_weights_of_one_process(split, averages):
-    def run(rank, world_size):
-        torch.manual_seed(3)
-        row, column = make_grid(2, 2)
-        params, add_gradients, theirs = split(row, column, averages)
-        before = clones(params)
-        for X, y in batches():
-            add_gradients(*(rows.tensor_split(2)[dist.get_rank(column)] for rows in (X, y)))
-            step(params)
-        return distance(params, theirs), distance(before, theirs)
-
-    for from_whole, moved in launch(run, 4, timeout=LIMIT):
-        assert moved > 1e-2, "nothing was trained"
-        assert from_whole < 1e-12 if averages else from_whole > 1e-3
+@in_ranks(4)
+def test_two_ways_at_once_get_the_weights_of_one_process(rank, k, split, averages):
+    torch.manual_seed(3)
+    row, column = make_grid(2, 2)
+    params, add_gradients, theirs = split(row, column, averages)
+    before = clones(params)
+    train(params, add_gradients, dist.get_rank(column), 2)
+    assert distance(before, theirs) > 1e-2, "nothing was trained"
+    from_whole = distance(params, theirs)
+    assert from_whole < 1e-12 if averages else from_whole > 1e-3

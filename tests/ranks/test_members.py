@@ -5,11 +5,12 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, SOON, attempt, take
+from helpers import LIMIT, SOON, attempt, in_ranks, take, transport_of
 
 from d2lpar import ranks
 from d2lpar.ranks import members
@@ -21,99 +22,79 @@ from d2lpar.ranks.transport import Messages
 
 def channel_of(group):
     """The channel of a group's lanes; None where it sends messages."""
-    ranks.barrier(group)  # now it is known
-    return getattr(ranks.member_of(group, None)[0].transport, "channel", None)
+    return getattr(transport_of(group), "channel", None)
 
 
-def test_destroyed_group_is_not_kept():
-    def use(rank, world_size):
-        alive = []
-        for way in ("lanes", "messages"):
-            group = dist.new_group()
-            ranks.barrier(group)
-            take(way, group)
-            ranks.barrier(group)
-            alive.append(weakref.ref(group))
-            dist.destroy_process_group(group)
-            del group
-        gc.collect()
-        return [group() is None for group in alive]
-
-    assert launch(use, 2, timeout=LIMIT) == [[True, True]] * 2
-
-
-def test_channel_of_a_group_that_is_gone_is_used_again():
-    def use(rank, world_size):
-        found, sums = [], []
-        for i in range(3 * CHANNELS):
-            group = dist.new_group()
-            for _ in range(i % 3):  # so that the lanes stop at different slots
-                ranks.barrier(group)
-            tensor = torch.full((100_000,), float(rank + i))
-            ranks.allreduce(tensor, group=group)
-            sums.append(tensor.unique().tolist() == [2.0 * i + 1])
-            found.append(channel_of(group))
-            dist.destroy_process_group(group)
-            del group
-            ranks.barrier()
-        return None not in found and all(sums)
-
-    assert launch(use, 2, timeout=LIMIT) == [True, True]
-
-
-@pytest.mark.parametrize("left", ["a message", "a note", "doubt"])
-def test_channel_in_which_something_may_be_left_is_not_used_again(left):
-    def use(rank, world_size):
+@in_ranks(2)
+def test_destroyed_group_is_not_kept_and_its_channel_is_used_again(rank, k):
+    for i in range(3 * CHANNELS):
         group = dist.new_group()
-        channel = channel_of(group)
-        if rank == 0 and left == "a message":  # nobody takes it, and unchecked nobody misses it
-            ranks.broadcast(torch.ones(3), 0, group, check=False)
-        elif rank == 0 and left == "a note":
-            assert attempt(ranks.barrier, group, timeout=0.3)[0] == "PeerError"
-        elif rank == 0:  # it has waited in vain, and knows not what for
-            late = attempt(ranks.broadcast, torch.ones(1), 1, group, check=False, timeout=0.3)
-            assert late[0] == "PeerError"
+        assert channel_of(group) is not None
+        for _ in range(i % 3):  # so that the lanes stop at different slots
+            ranks.barrier(group)
+        tensor = torch.full((100_000,), float(rank + i))
+        ranks.allreduce(tensor, group=group)
+        assert tensor.unique().tolist() == [2.0 * i + 1]
+        if i % 2:
+            take("messages", group)
+            ranks.barrier(group)
+        gone = weakref.ref(group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert gone() is None
+        ranks.barrier()
+
+
+@in_ranks(2)
+def test_channel_in_which_something_may_be_left_is_not_used_again(rank, k):
+    late = partial(attempt, timeout=0.3)
+    for left in (
+        lambda group: rank == 0 and ranks.broadcast(torch.ones(3), 0, group, check=False),
+        lambda group: rank == 0 and late(ranks.barrier, group),  # a note
+        # It has waited in vain, and knows not what for
+        lambda group: rank == 0 and late(ranks.broadcast, torch.ones(1), 1, group, check=False),
+    ):
+        group = dist.new_group()
+        assert channel_of(group) is not None
+        assert (left(group) or [None])[0] in (None, "PeerError")
         dist.barrier()
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        others = [dist.new_group() for _ in range(CHANNELS)]
-        found = [channel_of(other) for other in others]
-        return channel is not None and channel not in found, found.count(None)
-
-    assert launch(use, 2, timeout=LIMIT) == [(True, 2)] * 2
+    assert CHANNELS == 4 and channel_of(dist.new_group()) is None
 
 
-def test_lines_have_an_order_of_their_own_and_give_their_channels_back():
-    def check(rank, world_size):
-        kinds = []
-        for _ in range(2 * CHANNELS):
-            line = line_of(None)
-            ranks.barrier(line)
-            kinds.append(type(line.transport))
-            del line
-        assert set(kinds) == {Lanes}
-        lines = [line_of(None) for _ in range(CHANNELS)]
-        for line in lines:
-            ranks.barrier(line)
-        assert [type(line.transport) for line in lines] == [Lanes] * (CHANNELS - 1) + [Messages]
-        del line, lines
-        for way in ("lanes", "messages"):
-            take(way)
-            places = [line_of(None), line_of(None), None]
-            sums = [torch.full((5,), 10.0**i + rank) for i in range(3)]
-            with ThreadPoolExecutor(3) as executor:  # on rank 1 they begin the other way round
-                order = [0, 1, 2] if rank == 0 else [2, 1, 0]
-                calls = [executor.submit(ranks.allreduce, sums[i], group=places[i]) for i in order]
-                for call in calls:
-                    call.result()
-            assert [t.tolist() for t in sums] == [[2 * 10.0**i + 1] * 5 for i in range(3)]
-            kind = Lanes if way == "lanes" else Messages
-            assert {type(place.transport) for place in places[:2]} == {kind}
-        ranks.use_messages()  # told again: lines go on to have numbers of their own
-        assert line_of(None).transport.line == places[1].transport.line + 1
+@in_ranks(2)
+def test_lines_and_groups_have_an_order_of_their_own_and_lines_give_their_channels_back(rank, k):
+    def add_up(i, place):
+        for _ in range(20):
+            tensor = torch.full((5,), 10.0**i + rank)
+            ranks.allreduce(tensor, group=place)
+            assert tensor.tolist() == [2 * 10.0**i + 1] * 5
 
-    launch(check, 2, timeout=LIMIT)
+    for _ in range(2 * CHANNELS):
+        line = line_of(None)
+        ranks.barrier(line)
+        assert type(line.transport) is Lanes
+        del line
+    lines = [line_of(None) for _ in range(CHANNELS)]
+    for line in lines:
+        ranks.barrier(line)
+    assert [type(line.transport) for line in lines] == [Lanes] * (CHANNELS - 1) + [Messages]
+    del line, lines
+    for way, kind in (("lanes", Lanes), ("messages", Messages)):
+        take(way)
+        group = dist.new_group()
+        take(way, group)
+        places = [line_of(None), line_of(None), None, group]
+        with ThreadPoolExecutor(4) as executor:  # on rank 1 they begin the other way round
+            order = (0, 1, 2, 3) if rank == 0 else (3, 2, 1, 0)
+            calls = [executor.submit(add_up, i, places[i]) for i in order]
+            [call.result() for call in calls]
+        assert {type(place.transport) for place in places[:2]} == {kind}
+    ranks.use_messages()  # told again: lines go on to have numbers of their own
+    assert line_of(None).transport.line == places[1].transport.line + 1
 
 
 def test_group_whose_connections_a_failed_line_has_closed_says_so():
@@ -130,60 +111,48 @@ def test_group_whose_connections_a_failed_line_has_closed_says_so():
         launch(use, 2, timeout=LIMIT)
 
 
-def test_groups_of_our_own_are_destroyed_where_that_is_safe():
-    def use(rank, world_size):
-        def groups():
-            return len(dist.distributed_c10d._world.pg_map)
-
-        before = groups()
-        group = group_like(None)
-        destroy(group)
-        some = groups() - before
-        pair = dist.new_group([0, 1])
-        if rank < 2:
-            first = group_like(pair)
-            destroy(first)  # its name would be given to the next one
-            second = group_like(pair)
-            assert first.group_name != second.group_name
-        dist.destroy_process_group()
-        destroy(group)  # says nothing
-        return some
-
-    assert launch(use, 3, timeout=LIMIT) == [0] * 3
+@in_ranks(3)
+def test_groups_of_our_own_are_destroyed_where_that_is_safe(rank, k):
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    group = group_like(None)
+    destroy(group)
+    assert len(groups) == before
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        first = group_like(pair)
+        destroy(first)  # its name would be given to the next one
+        assert first.group_name != group_like(pair).group_name
+    dist.destroy_process_group()
+    destroy(group)  # says nothing
 
 
-def test_two_threads_that_begin_a_group_have_one_transport():
-    def check(rank, k):
-        group, find, found, searches = dist.new_group(), members._find_lanes, [], []
+@in_ranks(2)
+def test_two_threads_that_begin_a_group_have_one_transport(rank, k):
+    group, find, searches = dist.new_group(), members._find_lanes, []
 
-        def slow(*args):
-            searches.append(args)
-            time.sleep(0.3)
-            return find(*args)
+    def slow(*args):
+        searches.append(args)
+        time.sleep(0.3)
+        return find(*args)
 
-        members._find_lanes = slow
-        calls = [lambda: found.append(members.member_of(group, 30)[0].transport)] * 2
-        threads = [threading.Thread(target=call) for call in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return len(searches), found[0] is found[1], type(found[0])
-
-    assert launch(check, 2, timeout=LIMIT) == [(1, True, Lanes)] * 2
+    members._find_lanes = slow
+    both = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as executor:
+        calls = [lambda: (both.wait(), members.member_of(group, 30)[0].transport)[1]] * 2
+        first, second = executor.map(lambda call: call(), calls)
+    assert len(searches) == 1 and first is second and type(first) is Lanes
 
 
-def test_the_timeout_is_that_of_the_call_also_of_the_first_one_or_of_the_messages():
-    def check(rank, k):
-        group = dist.new_group()
-        ranks.use_messages(timeout=0.3)
-        if rank == 1:
-            return None
-        alone = dist.new_group([0])
-        outcomes = [attempt(ranks.barrier, group, timeout=0.3), attempt(ranks.barrier)]
-        return outcomes, ranks.member_of(alone, None)[1]
-
-    outcomes, of_a_new_group = launch(check, 2, timeout=LIMIT)[0]
-    assert of_a_new_group == 0.3
-    for kind, _, named, seconds in outcomes:
+@in_ranks(2)
+def test_the_timeout_is_that_of_the_call_also_of_the_first_one_or_of_the_messages(rank, k):
+    group = dist.new_group()
+    ranks.use_messages(timeout=0.3)
+    if rank == 1:
+        return
+    assert ranks.member_of(dist.new_group([0]), None)[1] == 0.3
+    for kind, _, named, seconds in (
+        attempt(ranks.barrier, group, timeout=0.3),
+        attempt(ranks.barrier),
+    ):
         assert (kind, named) == ("PeerError", (1,)) and seconds < SOON

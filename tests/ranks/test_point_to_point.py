@@ -10,13 +10,13 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, SOON, attempt, both_ways, take
+from helpers import LIMIT, SOON, attempt, both_ways, in_ranks, take, transport_of
 
-from d2lpar import count_bytes, ranks
-from d2lpar.ranks.launcher import launch
+from d2lpar import count_bytes
 from d2lpar.ranks.point_to_point import HEADER, Sender, receive, send
 from d2lpar.ranks.transport import Send
 
+HEADER_BYTES = HEADER.size
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 OTHERS = (torch.complex64, torch.complex128, torch.uint8, torch.int16, torch.int64, torch.bool)
 
@@ -25,91 +25,83 @@ def values(shape, dtype=torch.float32):
     numbers = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape)
     if dtype == torch.bool:
         return numbers % 3 == 0
-    if dtype.is_complex:
-        return (numbers * (1 + 2j)).to(dtype)
-    return (numbers % 99).to(dtype)
+    return (numbers * (1 + 2j) if dtype.is_complex else numbers % 99).to(dtype)
 
 
 def tensors():
-    square, image = values((4, 4)), values((2, 3, 4, 5))
-    waves = values((3, 2), torch.complex64)
+    image, waves = values((2, 3, 4, 5)), values((3, 2), torch.complex64)
     found = [values((3, 5), dtype) for dtype in FLOATS + OTHERS]
-    found += [values(()), values((), torch.bool), values((0,)), values((2, 0, 3)), values((1,))]
-    found += [values((1, 2, 1, 3, 1, 2, 2, 2)), values((7,) + (1,) * 7, torch.int16)]
-    found += [square.T, square[:, 1], square[::2, 1::2], image.permute(3, 1, 0, 2)]
-    found += [image.to(memory_format=torch.channels_last), values((1, 3)).expand(4, 3)]
-    found += [waves.conj(), waves.imag, waves.conj().imag, waves.mH]
+    found += [values(()), values((0,)), values((2, 0, 3)), values((1, 2, 1, 3, 1, 2, 2, 2))]
+    found += [image.permute(3, 1, 0, 2), image[:, 1, ::2], values((1, 3)).expand(4, 3)]
+    found += [
+        image.to(memory_format=torch.channels_last),
+        waves.conj(),
+        waves.conj().imag,
+        waves.mH,
+    ]
     found += [values((1_250_001,)), values((3, 700_001), torch.int16).T]  # 5 MB; 4 MB
     return found
 
 
 @both_ways
-def test_what_arrives_is_what_was_sent(way):
-    def talk(rank, k):
-        take(way)
-        for i, tensor in enumerate(tensors()):
-            if rank == i % 2:
-                before = tensor.clone()
-                send(tensor, 1 - rank, f"tensor {i}")
-                got = tensor
-            else:
-                got, before = receive(1 - rank, f"tensor {i}"), tensor
-            assert (got.dtype, got.shape, got.requires_grad) == (before.dtype, before.shape, False)
-            assert torch.equal(got.to(torch.complex128), before.to(torch.complex128)), i
-
-    launch(talk, 2, timeout=LIMIT)
+@in_ranks(2)
+def test_what_arrives_is_what_was_sent(rank, k, way):
+    take(way)
+    for i, tensor in enumerate(tensors()):
+        if rank == i % 2:
+            send(tensor, 1 - rank, f"tensor {i}")
+            continue
+        got = receive(1 - rank, f"tensor {i}")
+        assert (got.dtype, got.shape, got.requires_grad) == (tensor.dtype, tensor.shape, False)
+        assert torch.equal(got.to(torch.complex128), tensor.to(torch.complex128)), i
 
 
 @both_ways
-def test_gradients_devices_labels_and_order(way):
-    def talk(rank, k):
-        take(way)
-        if rank == 0:
-            param, message = torch.ones(2, requires_grad=True), torch.zeros(3)
-            send(param.detach(), 1, wants_gradient=True)
-            with torch.no_grad():
-                send(param, 1)
-            send(torch.ones(2, 3), 1)
-            for i in range(5):
-                send(message, 1, str(i))
-                message += 1  # it may be written to after it was sent
-            send(torch.ones(3), 1, "gradient 41")
-            send(torch.ones(2), 1, "é" * 16)
-            return None
-        wants, not_told, elsewhere = receive(0), receive(0), receive(0, device="meta")
-        (wants * 2).sum().backward()
-        assert wants.is_leaf and wants.grad.tolist() == [2, 2] and not not_told.requires_grad
-        assert elsewhere.is_meta
-        time.sleep(0.1)
-        assert [receive(0, str(i)).tolist() for i in range(5)] == [[i] * 3 for i in range(5)]
-        return attempt(receive, 0, "gradient 4")[:2], receive(0, "é" * 16).tolist()
-
-    (kind, text), after = launch(talk, 2, timeout=LIMIT)[1]
-    assert kind == "MismatchError" and after == [1, 1]  # the next message comes
-    assert "rank 0 has sent 'gradient 41'" in text and "'gradient 4' was expected" in text
+@in_ranks(2)
+def test_gradients_devices_labels_and_order(rank, k, way):
+    take(way)
+    if rank == 0:
+        param, message = torch.ones(2, requires_grad=True), torch.zeros(3)
+        send(param.detach(), 1, wants_gradient=True)
+        with torch.no_grad():
+            send(param, 1)
+        send(torch.ones(2, 3), 1)
+        for i in range(5):
+            send(message, 1, str(i))
+            message += 1  # it may be written to after it was sent
+        send(torch.ones(3), 1, "gradient 41")
+        send(torch.ones(2), 1, "é" * 16)
+        return
+    wants, not_told, elsewhere = receive(0), receive(0), receive(0, device="meta")
+    (wants * 2).sum().backward()
+    assert wants.is_leaf and wants.grad.tolist() == [2, 2] and not not_told.requires_grad
+    assert elsewhere.is_meta
+    time.sleep(0.1)
+    assert [receive(0, str(i)).tolist() for i in range(5)] == [[i] * 3 for i in range(5)]
+    kind, text, *_ = attempt(receive, 0, "gradient 4")
+    assert kind == "MismatchError" and "rank 0 has sent 'gradient 41'" in text
+    assert "'gradient 4' was expected" in text
+    assert receive(0, "é" * 16).tolist() == [1, 1]  # the next message comes
 
 
 @both_ways
 @pytest.mark.parametrize("what", ["sends nothing", "takes nothing"])
-def test_a_missing_rank_is_named_in_time(way, what):
-    def talk(rank, k):
-        take(way)
-        if rank:
-            return None
-        arguments = (receive, 2) if what == "sends nothing" else (send, torch.ones(1_250_000), 2)
-        return attempt(*arguments, timeout=0.3), attempt(*arguments, timeout=LIMIT)
-
-    (kind, text, named, seconds), again = launch(talk, 3, timeout=LIMIT)[0]
-    assert kind == "PeerError" and named == (2,) and "rank 2" in text
-    assert 0.2 < seconds < SOON
-    assert again[0] == "PeerError" and f"since an earlier call: PeerError: {text}" in again[1]
+@in_ranks(3)
+def test_a_missing_rank_is_named_in_time(rank, k, way, what):
+    take(way)
+    if rank:
+        return
+    arguments = (receive, 2) if what == "sends nothing" else (send, torch.ones(1_250_000), 2)
+    kind, text, named, seconds = attempt(*arguments, timeout=0.3)
+    assert kind == "PeerError" and named == (2,) and "rank 2" in text and 0.2 < seconds < SOON
+    kind, again, *_ = attempt(*arguments, timeout=LIMIT)
+    assert kind == "PeerError" and f"since an earlier call: PeerError: {text}" in again
 
 
 ONES = torch.ones(2)
 REFUSED = [  # arguments of send, error, words
     ((ONES, 0), "ValueError", "dst is 0, but the other ranks of the group are [1]"),
     ((ONES, 2), "ValueError", "dst is 2, but the other ranks"),
-    ((ONES, -1), "ValueError", "dst is -1, but the other ranks"),
     ((torch.ones((1,) * 9), 1), "ValueError", "[1, 1, 1, 1, 1, 1, 1, 1, 1]"),
     ((ONES, 1, "x" * 33), "ValueError", "x" * 33),
     ((ONES, 1, "é" * 17), "ValueError", "a label of 32 bytes"),
@@ -119,128 +111,77 @@ REFUSED = [  # arguments of send, error, words
 ]
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_is_sent():
-    def talk(rank, k):
-        if rank == 0:
-            errors = [attempt(send, *arguments) for arguments, *_ in REFUSED]
-            send(torch.ones(2), 1, "x" * 32)
-            return errors
-        kind, text, *_ = attempt(receive, 0, "", "no_such_kind")
-        assert kind == "ValueError" and "there is no device 'no_such_kind'" in text
-        for src in (1, 2, -1):
-            kind, text, *_ = attempt(receive, src)
-            assert kind == "ValueError" and f"src is {src}, but the other ranks" in text
-        return receive(0, "x" * 32).tolist()
-
-    found, after = launch(talk, 2, timeout=LIMIT)
-    assert after == [1, 1]
-    for (_, error, words), (kind, text, *_) in zip(REFUSED, found, strict=True):
-        assert kind == error and words in text
+@in_ranks(2)
+def test_what_cannot_be_sent_is_refused_before_anything_is_sent(rank, k):
+    if rank == 0:
+        for arguments, error, words in REFUSED:
+            kind, text, *_ = attempt(send, *arguments)
+            assert kind == error and words in text
+        send(torch.ones(2), 1, "x" * 32)
+        return
+    kind, text, *_ = attempt(receive, 0, "", "no_such_kind")
+    assert kind == "ValueError" and "there is no device 'no_such_kind'" in text
+    for src in (1, 2, -1):
+        kind, text, *_ = attempt(receive, src)
+        assert kind == "ValueError" and f"src is {src}, but the other ranks" in text
+    assert receive(0, "x" * 32).tolist() == [1, 1]
 
 
-def test_a_group_has_ranks_of_the_world_and_messages_of_its_own():
-    def talk(rank, k):
-        group = dist.new_group([1, 3])
-        if rank in (0, 2):
-            return attempt(send, torch.ones(1), 1, group=group)
-        other = 4 - rank
-        refused = attempt(send, torch.ones(1), 0, group=group)[1]
-        if rank == 3:
-            return refused, receive(1, "here", group=group).tolist(), receive(1, "world").item()
-        send(torch.zeros(1), 3, "world")
-        with count_bytes() as ledger:
-            send(torch.arange(4.0), other, "here", group)
-        return refused, dict(ledger.bytes), dict(ledger.messages)
-
-    zero, one, two, three = launch(talk, 4, timeout=LIMIT)
-    assert zero[:2] == two[:2] == ("ValueError", "this rank is no member of the group")
-    assert "the other ranks of the group are [3]" in one[0]
-    assert "the other ranks of the group are [1]" in three[0]
-    assert one[1:] == ({(1, 3): HEADER.size + 16}, {(1, 3): 2})
-    assert three[1:] == ([0, 1, 2, 3], 0)
+@in_ranks(4)
+def test_a_group_has_ranks_of_the_world_and_messages_of_its_own(rank, k):
+    group, other = dist.new_group([1, 3]), 4 - rank
+    refused = attempt(send, torch.ones(1), 0, group=group)[:2]
+    if rank in (0, 2):
+        assert refused == ("ValueError", "this rank is no member of the group")
+        return
+    assert f"the other ranks of the group are [{other}]" in refused[1]
+    if rank == 3:
+        assert receive(1, "here", group=group).tolist() == [0, 1, 2, 3]
+        assert receive(1, "world").item() == 0
+        return
+    send(torch.zeros(1), 3, "world")
+    with count_bytes() as ledger:
+        send(torch.arange(4.0), other, "here", group)
+    assert ledger.bytes == {(1, 3): HEADER_BYTES + 16} and ledger.messages == {(1, 3): 2}
 
 
 @both_ways
-def test_what_was_not_sent_as_a_message_ends_the_use_of_the_group(way):
-    nothing = torch.ones(HEADER.size // 4)
-
-    def talk(rank, k):
-        take(way)
-        if rank == 0:  # it sends its tensor without a header
-            transport = ranks.member_of(None, None)[0].transport
-            transport.exchange([Send(1, nothing)], [], LIMIT)
-            return None
-        return attempt(receive, 0, "loss"), attempt(receive, 0, "loss")
-
-    (kind, text, *_), (later, again, *_) = launch(talk, 2, timeout=LIMIT)[1]
-    assert kind == "MismatchError" and "'loss' was expected, but rank 0 makes another call" in text
-    assert later == "PeerError" and f"since an earlier call: MismatchError: {text}" in again
+@in_ranks(2)
+def test_what_was_not_sent_as_a_message_ends_the_use_of_the_group(rank, k, way):
+    transport = transport_of(way=way)
+    if rank == 0:  # it sends its tensor without a header
+        transport.exchange([Send(1, torch.ones(HEADER_BYTES // 4))], [], LIMIT)
+        return
+    kind, text, *_ = attempt(receive, 0, "loss")
+    assert kind == "MismatchError"
+    assert "'loss' was expected, but rank 0 makes another call" in text
+    kind, again, *_ = attempt(receive, 0, "loss")
+    assert kind == "PeerError" and f"since an earlier call: MismatchError: {text}" in again
 
 
 @both_ways
-def test_a_sender_without_memory_for_its_copy_is_missed_at_once(way):
-    class NoRoom(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            if function is torch.Tensor.contiguous:
-                raise MemoryError("no room for a copy")
-            return super().__torch_function__(function, types, args, kwargs or {})
-
-    def talk(rank, k):
-        take(way)
-        if rank == 0:
-            return attempt(send, torch.ones(2, 3).as_subclass(NoRoom), 1, timeout=2 * LIMIT)
-        return attempt(receive, 0, timeout=2 * LIMIT)
-
-    sender, receiver = launch(talk, 2, timeout=LIMIT)
-    assert sender[:2] == ("MemoryError", "no room for a copy")
-    assert receiver[0] == "PeerError" and receiver[2] == (0,)
-
-
-@both_ways
-def test_threads_may_send_and_receive_at_once_but_two_may_not_send(way):
-    def talk(rank, k):
-        take(way)
-        ranks.barrier()
-        transport, received, outcomes = ranks.member_of(None, None)[0].transport, [], []
-        thread = threading.Thread(target=lambda: received.append(receive(1 - rank)))
-        thread.start()
-        while "receive" not in transport.under_way and not received:
-            time.sleep(0.01)
-        send(torch.zeros(3), 1 - rank)
-        thread.join()
-        assert received[0].tolist() == [0.0] * 3
-        beside = dist.new_group()
-        if rank == 1:
-            dist.recv(torch.empty(1), 0, beside)  # not before both have been refused
-            return attempt(receive, 0, "large", timeout=2 * LIMIT)
-        large = torch.ones(5_000_000)
-        arguments = send, large, 1, "large", None, 2 * LIMIT
-        thread = threading.Thread(target=lambda: outcomes.append(attempt(*arguments)))
-        thread.start()
-        while not transport.under_way:
-            time.sleep(0.01)
-        outcomes.append(attempt(send, large, 1, "other"))
-        thread.join()
-        dist.send(torch.empty(1), 1, beside)
-        return outcomes
-
-    outcomes, received = launch(talk, 2, timeout=LIMIT)
-    words = "called send of 'other' to rank 1 while send of 'large'"
-    assert len(outcomes) == 2
-    assert all(kind == "BusyError" and words in text for kind, text, *_ in outcomes)
-    assert received[0] == "PeerError" and received[2] == (0,)
+@in_ranks(2)
+def test_one_thread_may_send_while_another_receives(rank, k, way):
+    transport, received = transport_of(way=way), []
+    thread = threading.Thread(target=lambda: received.append(receive(1 - rank)))
+    thread.start()
+    while "receive" not in transport.under_way and not received:
+        time.sleep(0.01)
+    send(torch.zeros(3), 1 - rank)
+    thread.join()
+    assert received[0].tolist() == [0.0] * 3
 
 
 # The thread that sends.
 
 
 def test_calls_are_made_in_order_in_one_other_thread_until_it_is_stopped():
-    sender, go = Sender(), threading.Event()
+    sender, go, made = Sender(), threading.Event(), []
     first = sender.submit(go.wait, 5)
     failed, cancelled = sender.submit(int, "x"), sender.submit(int, "6")
     threads = [sender.submit(threading.current_thread) for _ in range(3)]
-    order, made = [sender.submit(lambda i=i: made.append(i)) for i in range(50)], []
+    for i in range(50):
+        sender.submit(made.append, i)
     assert cancelled.cancel()
     last = sender.submit(int, "7")
     sender.stop()
@@ -251,8 +192,7 @@ def test_calls_are_made_in_order_in_one_other_thread_until_it_is_stopped():
     [thread] = {future.result(timeout=5) for future in threads}
     assert thread is not threading.current_thread()
     thread.join(timeout=5)
-    assert not thread.is_alive() and last.result(timeout=0) == 7
-    assert made == list(range(50)) and all(future.done() for future in order)
+    assert not thread.is_alive() and last.result(timeout=0) == 7 and made == list(range(50))
 
 
 def test_waiting_thread_holds_nothing():
