@@ -30,7 +30,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved or loaded; the message names the file and what to do."""
 
 
-def check_save(path, tensors, info=None) -> None:
+def check_save(tensors, info, **_) -> None:
     """Refuse what would not come back as it is."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):

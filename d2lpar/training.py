@@ -44,7 +44,7 @@ def shard_rows(rows: torch.Tensor, devices: list[torch.device]) -> list[torch.Te
     return [to_device(shard, devices[i], "host", i) for i, shard in enumerate(shards)]
 
 
-def check_batch(X, y, device_params, devices, *others, **named) -> None:
+def check_batch(X, device_params, devices, **_) -> None:
     """Raise ValueError for an empty batch, and unless there is one replica for each device."""
     if len(X) == 0:
         raise ValueError("the batch is empty: its mean gradient is not defined")
@@ -140,7 +140,7 @@ def print_progress(history: History) -> None:
     )
 
 
-def check_train(num_devices, batch_size, lr, num_epochs=10, **named) -> None:
+def check_train(lr, num_epochs, **_) -> None:
     """Raise ValueError for a number that is not positive, unless a part of ``train`` will."""
     if not lr > 0:
         raise ValueError(f"lr must be positive, not {lr!r}")

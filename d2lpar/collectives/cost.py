@@ -36,7 +36,7 @@ class Cost:
     seconds: float
 
 
-def check_numbers(schedule, k, nbytes, alpha=1e-5, beta=1e-10, itemsize=4):
+def check_numbers(k, nbytes, alpha, beta, itemsize, **_) -> None:
     """Refuse numbers that no tensor and no network have."""
     if k < 1 or itemsize < 1:
         raise ValueError(f"k and itemsize must be positive, not {k} and {itemsize}")

@@ -20,7 +20,7 @@ from .replicas import own_modes, widened
 from .scattering import scatter
 
 
-def check_positions(self: "ChunkedLoss", hidden: torch.Tensor, target: torch.Tensor) -> None:
+def check_positions(hidden: torch.Tensor, target: torch.Tensor, **_) -> None:
     """Raise ValueError unless there is a target for each position."""
     if not hidden.dim() or target.shape[: hidden.dim() - 1] != hidden.shape[:-1]:
         raise ValueError(

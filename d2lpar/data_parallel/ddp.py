@@ -5,7 +5,6 @@ that to a ``Reducer``, which sends while backward still runs. Notebook 05 builds
 Li et al. (see ``buckets``), and ``torch.nn.parallel.DistributedDataParallel``.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -47,13 +46,6 @@ class NaiveDistributedDataParallel(nn.Module):
                 ranks.allreduce(param.grad, op="mean", group=self.group)
 
 
-def check_ddp(*args, **kwargs) -> None:
-    """Check the arguments of ``DistributedDataParallel``, however they are passed."""
-    call = inspect.signature(DistributedDataParallel.__init__).bind(*args, **kwargs)
-    call.apply_defaults()
-    check_arguments(**call.arguments)
-
-
 class DistributedDataParallel(nn.Module):
     """The replica of a module on one rank; after ``backward`` gradients are the mean over ranks.
 
@@ -88,7 +80,7 @@ class DistributedDataParallel(nn.Module):
         timeline: None; a list here is given (bucket, begin, end) in seconds for each message.
     """
 
-    @checked(check_ddp)
+    @checked(check_arguments)
     def __init__(
         self,
         module: nn.Module,
@@ -168,8 +160,6 @@ class DistributedDataParallel(nn.Module):
         """Return what this rank's gradients count: the sum of all ranks' is the result."""
         if self._by_rows:
             return num_rows(args, kwargs)
-        if self.reducer.comm_hook:
-            return 1  # torch's hooks divide by the number of ranks themselves
         return self._join.weight if self._join else 1 / self.process_group.size()
 
     @contextmanager
@@ -234,6 +224,7 @@ class DistributedDataParallel(nn.Module):
             self._join = None
 
     def __getstate__(self) -> dict:
+        check_group(None)
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError("this one is not of all ranks: copy .module, and wrap the copy")
         ours = ("process_group", "reducer")

@@ -40,7 +40,7 @@ PER_ELEMENT = (
 PER_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)  # may weigh classes, or ignore one
 
 
-def check_outputs(self: "DataParallelCriterion", outputs: Sequence[Any], *targets: Any) -> None:
+def check_outputs(self: "DataParallelCriterion", outputs, targets) -> None:
     """Raise ValueError unless there is an output per device, with as many rows as its targets."""
     most, k = len(self.devices) or 1, len(outputs)
     if isinstance(outputs, torch.Tensor) or not 1 <= k <= most:

@@ -127,7 +127,7 @@ class Reducer:
 
     def _send(self, bucket: Bucket, absent: bool = False) -> None:
         """Fill a bucket, and hand it to the communication thread."""
-        weight = 0 if absent else self._weight
+        weight = 0 if absent else 1 if self.comm_hook else self._weight  # hooks divide themselves
         with self._beside(bucket):
             bucket.fill(weight)
             if bucket.is_last():

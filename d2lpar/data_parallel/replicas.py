@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
 from operator import is_
+from types import MethodType
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
         replaced = state if i else params  # replica 0 works on the module's own buffers
         twins = dict(zip(map(id, replaced), copies[i * len(state) :], strict=False))
         replicas.append(_replica(module, twins))
+    for part, replica in zip(module.modules(), replicas[0].modules(), strict=True):
+        replica._buffers = part._buffers
     return replicas
 
 
@@ -104,18 +107,23 @@ def _replica(module: nn.Module, twins: dict[int, Any]) -> nn.Module:
     twins = twins | {id(part): object.__new__(part.__class__) for part in parts}
     for part in parts:
         replica = vars(twins[id(part)])
-        replica.update(vars(part))
-        for name, value in vars(part).items():
-            if isinstance(value, (list, tuple, dict)) and value:  # such as _parameters
-                replica[name] = _twins_of(value, twins)
+        replica.update({name: _twin(value, twins) for name, value in vars(part).items()})
+        for name in ("_parameters", "_buffers", "_modules"):  # forward may write to them
+            replica[name] = dict(replica[name])
     return twins[id(module)]
 
 
-def _twins_of(values: list | tuple | dict, twins: dict[int, Any]) -> list | tuple | dict:
-    """Return the same list or dict of twins; ``values`` itself if nothing in it has one."""
-    parts = parts_of(values)
-    own = [twins.get(id(part), part) for part in parts]
-    return values if all(map(is_, own, parts)) else rebuild(values, own)
+def _twin(value: Any, twins: dict[int, Any]) -> Any:
+    """Return the twin of a tensor or module, also in lists and dicts; other values as they are."""
+    if id(value) in twins:
+        return twins[id(value)]
+    if isinstance(value, MethodType):  # such as a forward that was replaced, as by initialize
+        return MethodType(value.__func__, _twin(value.__self__, twins))
+    if not isinstance(value, (list, tuple, dict)):
+        return value
+    parts = parts_of(value)
+    own = [_twin(part, twins) for part in parts]
+    return value if all(map(is_, own, parts)) else rebuild(value, own)
 
 
 def parallel_apply(

@@ -37,7 +37,7 @@ class DistributedSampler(Sampler[int]):
         k = index(dist.get_world_size() if num_replicas is None else num_replicas)
         self.rank = index(dist.get_rank() if rank is None else rank)
         if not 0 <= self.rank < k:
-            raise ValueError(f"rank must be from 0 to num_replicas - 1 = {k - 1}, not {rank!r}")
+            raise ValueError(f"rank must be from 0 to num_replicas - 1 = {k - 1}, not {self.rank}")
         if drop_last and not pad:
             raise ValueError("drop_last leaves examples out, pad=False keeps each: choose one")
         self.dataset, self.shuffle, self.seed = dataset, shuffle, index(seed)

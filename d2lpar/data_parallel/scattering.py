@@ -14,9 +14,11 @@ from ..devices import check_devices, to_device
 from ..guards import checked
 
 
-def check_scatter(inputs: Any, devices: Sequence[torch.device], dim: int = 0) -> None:
+def check_scatter(inputs: Any, devices: Sequence[torch.device], dim: int) -> None:
     """Raise unless there are devices and, for several of them, rows to split."""
     if len(check_devices(devices)) > 1:
+        if has_packed(inputs):
+            raise TypeError("cannot split a PackedSequence by rows: pass padded sequences, lengths")
         num_rows(inputs, dim)
 
 
@@ -67,7 +69,7 @@ def num_rows(inputs: Any, dim: int = 0) -> int | None:
     return tensors[0].shape[dim] if tensors else None
 
 
-def check_gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> None:
+def check_gather(outputs: Sequence[Any], **_) -> None:
     """Raise unless the outputs have the same structure."""
     kinds = [_kind(output) for output in outputs]
     for i, kind in enumerate(kinds):
@@ -125,6 +127,13 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return []
 
 
+def has_packed(tree: Any) -> bool:
+    """Tell whether there is a PackedSequence in a nested structure."""
+    if isinstance(tree, PackedSequence):
+        return True
+    return isinstance(tree, (tuple, list, dict)) and any(map(has_packed, parts_of(tree)))
+
+
 def parts_of(tree: tuple | list | dict) -> list:
     """List the items of a tuple or list, or the values of a dict."""
     return list(tree.values() if isinstance(tree, dict) else tree)
@@ -137,6 +146,8 @@ def rebuild(tree: tuple | list | dict, parts: list) -> Any:
         for key, part in zip(tree, parts, strict=True):
             like[key] = part
         return like
+    if isinstance(tree, PackedSequence):
+        parts[1] = parts[1].cpu()  # batch_sizes, which torch wants there
     return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
 
 

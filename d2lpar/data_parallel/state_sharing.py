@@ -56,7 +56,8 @@ def share_tensors(
 ) -> None:
     """Copy those of rank ``src`` into everyone's in place, many in one message."""
     for together in deal(tensors, MESSAGE_BYTES):
-        flat = torch.cat([tensor.reshape(-1) for tensor in together])
+        flats = [tensor.reshape(-1) for tensor in together]
+        flat = torch.cat(flats) if len(flats) > 1 else flats[0]  # which may be large
         ranks.broadcast(flat, src, group)
         parts = flat.split([tensor.numel() for tensor in together])
         for tensor, part in zip(together, parts, strict=True):

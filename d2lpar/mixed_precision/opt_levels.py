@@ -44,15 +44,8 @@ LEVELS = {
 
 
 def check_initialize(
-    model,
-    optimizer,
-    opt_level="O1",
-    loss_scale=None,
-    keep_batchnorm_fp32=None,
-    *,
-    dtype=torch.float16,
-    emulate=False,
-):
+    model, optimizer, opt_level, loss_scale, keep_batchnorm_fp32, dtype, **_
+) -> None:
     """Refuse what no level has, and a model or an optimiser for which it is too late."""
     if opt_level not in LEVELS:
         raise ValueError(f"opt_level has to be one of {', '.join(LEVELS)}, not {opt_level!r}")

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..data_parallel.loss import Count, find_count
+from ..data_parallel.loss import Count
 from ..ranks.agreement import agree
 from ..ranks.members import destroy, group_like, member_of
 from ..ranks.point_to_point import Sender, check_send, receive, send
-from .local import Losses, check_batch, on_device, run_actions
+from .local import Losses, check_batch, check_criterion, on_device, run_actions
 from .schedules import (
     Action,
     PipelineSchedule,
@@ -68,7 +68,7 @@ class DistributedPipeline(nn.Module):
         if dist.get_backend(group) == dist.Backend.NCCL:
             group = group_like(group, dist.Backend.GLOO)
             weakref.finalize(self, destroy, group)
-        find_count(criterion, count)  # ValueError, unless parts of the loss can be put together
+        check_criterion(criterion, count)
         if not isinstance(stage, nn.Module):
             raise TypeError("stage must be one module, such as cut(model, num_stages)[rank]")
         self.stage, self.group, self.timeout = stage, group, timeout
@@ -181,7 +181,7 @@ class Mail:
         if action.kind == "forward" and result.requires_grad:
             self.awaited.add(action._replace(kind="backward"))
         message, dst, label = result.detach(), self.ranks[there.stage], self.label(action)
-        check_send(message, dst, label)
+        check_send(message, label)
         arguments = message, dst, label, self.group, self.timeout, result.requires_grad
         context = copy_context()  # the thread counts bytes where we do
         self.sent.append(self.sender.submit(context.run, send, *arguments))
@@ -194,12 +194,18 @@ class Mail:
 def agreed_ticks(schedule, num_microbatches, group, timeout) -> list[list[Action]]:
     """Make the ticks; raise MismatchError on all ranks unless all make the same."""
     (member, limit), num_stages = member_of(group, timeout), dist.get_world_size(group)
-    ticks = schedule(num_stages, num_microbatches)
-    check_pipeline(ticks, num_stages, num_microbatches)
-    check_order(ticks, num_stages)
-    digest = blake2b(repr(ticks).encode(), digest_size=4).hexdigest()
+    ticks, problem = [], None
+    try:
+        ticks = schedule(num_stages, num_microbatches)
+        check_pipeline(ticks, num_stages, num_microbatches)
+        check_order(ticks, num_stages)
+    except (TypeError, ValueError) as error:  # the others must not wait for this rank
+        problem = error
+    digest = blake2b(repr(problem or ticks).encode(), digest_size=4).hexdigest()
     name = getattr(schedule, "__name__", "schedule")
     plan = f"pipeline of {num_stages} stages, {name} ({digest}), {num_microbatches} micro-batches"
     with member.transport.call(plan):
-        agree(member.transport, 0, plan, 0, limit)
+        agree(member.transport, 0, f"{plan}: {problem}" if problem else plan, 0, limit)
+    if problem:
+        raise problem
     return ticks

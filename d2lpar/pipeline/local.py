@@ -80,7 +80,7 @@ class Pipeline(SplitModel):
         count: Count | None = None,
     ):
         super().__init__(stages, devices)
-        find_count(criterion, count)  # ValueError, unless parts of the loss can be put together
+        check_criterion(criterion, count)
         self.criterion = on_device(criterion, self.devices[-1])
         self.num_microbatches, self.recompute, self.count = num_microbatches, recompute, count
         self.ticks = schedule(len(self.stages), num_microbatches)
@@ -176,6 +176,12 @@ class Losses:
 def on_device(criterion: Callable, device: torch.device) -> Callable:
     """Move a criterion that is a module: it may have class weights."""
     return criterion.to(device) if isinstance(criterion, nn.Module) else criterion
+
+
+def check_criterion(criterion: Callable, count: Count | None) -> None:
+    """Raise ValueError unless the losses of micro-batches can be added up to that of the batch."""
+    if find_count(criterion, count) is None and criterion.reduction == "none":
+        raise ValueError('a criterion with reduction="none" returns no number: use "mean" or "sum"')
 
 
 def check_batch(X: torch.Tensor | None, y: torch.Tensor | None) -> None:

@@ -19,7 +19,7 @@ from ..guards import checked
 from .stages import call, modules_of
 
 
-def _check_cut(model, num_stages, by="count", X=None) -> None:
+def _check_cut(model, num_stages, by, X) -> None:
     num_layers = len(modules_of(model, "the model"))
     if isinstance(by, str):
         if by not in ("count", "parameters", "time"):

@@ -10,7 +10,7 @@ Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021).
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, product
+from itertools import chain, product, starmap
 from typing import NamedTuple
 
 from ..guards import checked
@@ -100,6 +100,12 @@ def own_actions(ticks: list[list[Action]], stage: int) -> list[Action]:
     return [action for action in chain(*ticks) if action.stage == stage]
 
 
+def _check_sizes(num_stages, num_microbatches, **_) -> None:
+    if num_stages < 1 or num_microbatches < 1:
+        raise ValueError(f"{num_stages} stages and {num_microbatches} micro-batches: need one each")
+
+
+@checked(_check_sizes)
 def check_pipeline(ticks: list[list[Action]], num_stages: int, num_microbatches: int) -> None:
     """Check that the ticks make one training step; a ValueError names the first wrong action.
 
@@ -107,7 +113,7 @@ def check_pipeline(ticks: list[list[Action]], num_stages: int, num_microbatches:
     in a tick, and each action comes after those that it needs.
     """
     everything = product(range(num_stages), range(num_microbatches), ("forward", "backward"))
-    wanted, done = [Action(*action) for action in everything], {}  # done: action -> its tick
+    wanted, done = dict.fromkeys(starmap(Action, everything)), {}  # done: action -> its tick
     for tick, actions in enumerate(ticks):
         busy = [action.stage for action in actions]
         for action in actions:
@@ -137,17 +143,19 @@ def check_order(ticks: list[list[Action]], num_stages: int) -> None:
         order[kind, stage].append(microbatch)
     for kind, s in product(("forward", "backward"), range(num_stages - 1)):
         if order[kind, s] != order[kind, s + 1]:
-            raise ValueError(f"stages {s} and {s + 1} go {kind} with micro-batches in two orders")
+            raise ValueError(
+                f"stages {s} and {s + 1} process micro-batches {kind} in different orders"
+            )
 
 
-def _check_predict(ticks, forward=1.0, backward=2.0, transfer=0.0) -> None:
+def _check_times(ticks, forward, backward, **_) -> None:
     num_stages = len({action.stage for action in chain(*ticks)})
     for kind, times in {"forward": forward, "backward": backward}.items():
         if isinstance(times, Sequence) and len(times) != num_stages:
             raise ValueError(f"{kind} has {len(times)} times for {num_stages} stages")
 
 
-@checked(_check_predict)
+@checked(_check_times)
 def predict(
     ticks: list[list[Action]],
     forward: float | Sequence[float] = 1.0,

@@ -207,7 +207,14 @@ def _gather(ranks: list, timeout: float) -> list:
             with contextlib.suppress(OSError):
                 connection.send("where are you?")
         raise _timed_out(unfinished, outcomes, timeout, _listen(waiting, ranks, ANSWER))
-    return [pickle.loads(outcomes[rank]) for rank in range(len(ranks))]
+    return [_read(rank, outcomes[rank]) for rank in range(len(ranks))]
+
+
+def _read(rank: int, result: bytes) -> Any:
+    try:
+        return pickle.loads(result)
+    except Exception as error:
+        raise RankError(f"rank {rank}: its result cannot be read back: {error!r}", rank) from error
 
 
 def _listen(waiting: dict[Connection, int], ranks: list, seconds: float) -> dict[int, Any]:
@@ -222,7 +229,9 @@ def _listen(waiting: dict[Connection, int], ranks: list, seconds: float) -> dict
                 kind, content = "failure", _death(ranks[rank][0])
             if kind in ("stdout", "stderr"):
                 stream = getattr(sys, kind)
-                stream.write("".join(f"[rank {rank}] {line}\n" for line in content))  # at once
+                text = "".join(f"[rank {rank}] {line}\n" for line in content)
+                code = stream.encoding or "utf-8"  # with escapes for what it cannot write
+                stream.write(text.encode(code, "backslashreplace").decode(code))  # at once
                 stream.flush()
                 continue
             outcomes[rank] = content

@@ -47,6 +47,7 @@ def use_messages(group: Group = None, timeout: float | None = None) -> None:
 
     ``timeout`` becomes that of calls that name none; None leaves it.
     """
+    check_group(group)
     group = group or dist.group.WORLD
     member = _known(group)
     member.transport, member.has_joined, member.calls = messages_for(group), True, 0

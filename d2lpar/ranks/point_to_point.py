@@ -23,7 +23,7 @@ MARK = b"d2lpar  "  # of a header
 HEADER = struct.Struct(f"<8s32s16sqq{MAX_DIMS}q")  # mark, label, dtype, wants gradient, dims, shape
 
 
-def check_send(tensor: torch.Tensor, dst: int, label: str = "", *_, **__) -> None:
+def check_send(tensor: torch.Tensor, label: str, **_) -> None:
     """Refuse what a header cannot describe, before anything is sent."""
     check_tensor(tensor, "the tensor")
     if tensor.dim() > MAX_DIMS or len(label.encode()) > 32:

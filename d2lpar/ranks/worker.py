@@ -132,7 +132,8 @@ def _failure(error: BaseException) -> Failure:
     when, trace = time.monotonic(), error.__traceback__
     while trace and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    what = traceback.format_exception_only(error)[0].splitlines()[0]
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    what = next(line for line in lines if not line.startswith(" "))  # of SyntaxError not the first
     details = "".join(traceback.format_exception(type(error), error, trace))
     return Failure(isinstance(error, PeerError), when, what, _without_paths_of_cells(details))
 

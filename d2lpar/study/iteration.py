@@ -33,14 +33,14 @@ class Step(NamedTuple):
     busy: tuple[int, ...] = ()  # positions
 
 
-def _check(form, module, criterion, X, y, devices) -> None:
+def _check_form(form, X, devices, **_) -> None:
     if form not in FORMS:
         raise ValueError(f"form is {form!r}, which is none of {', '.join(FORMS)}")
     if len(X) < len(devices):
         raise ValueError(f"{len(X)} rows are too few for {len(devices)} devices")
 
 
-@checked(_check)
+@checked(_check_form)
 def trace(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> list[Step]:
     """Make a forward and a backward pass of ``form``; return its steps with what they sent.
 
@@ -126,7 +126,7 @@ class Memory(NamedTuple):
     method: str
 
 
-@checked(_check)
+@checked(_check_form)
 def memory_of(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> Memory:
     """Return what an iteration of ``form`` holds on each device; the arguments are ``trace``'s.
 

@@ -55,7 +55,7 @@ class Counts(NamedTuple):
     peak: int | None  # bytes of all tensors at most; None: they are made in threads, and not seen
 
 
-def _check_make(name, X, y, region=None) -> None:
+def _check_make(name, X, **_) -> None:
     if name not in (*METHODS, EACH):
         raise ValueError(f"there is no method {name!r}, but {', '.join(METHODS)}")
     if len(X) % dist.get_world_size():

@@ -20,7 +20,7 @@ LAYERS = ("conv1", "conv2", "linear1", "linear2")
 EXCHANGES = LAYERS[1:]  # those that can; the first layer takes the image
 
 
-def check_split(params, devices, exchange=EXCHANGES):
+def check_split(devices, exchange, **_) -> None:
     """Refuse layers that cannot exchange, and more devices than outputs."""
     if isinstance(exchange, str) or not set(exchange) <= set(EXCHANGES):
         raise ValueError(f"exchange is {exchange!r}, but may name {', '.join(EXCHANGES)}")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .. import ranks
 from ..network import channels_last
-from ..ranks.members import Group
+from ..ranks.members import Group, check_group
 
 
 def copy_to_group(X: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -56,8 +56,8 @@ def _summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 def place_in(group: Group) -> tuple[int, int]:
     """Return the size of a group and this rank's place in it; ValueError if it has none."""
-    transport = ranks.member_of(group, None)[0].transport
-    return len(transport.ranks), transport.member
+    check_group(group)
+    return dist.get_world_size(group), dist.get_rank(group)
 
 
 def own_part(tensor: torch.Tensor, dim: int, group: Group = None) -> torch.Tensor:

@@ -22,7 +22,7 @@ def own_classes(num_classes: int, group: Group = None) -> tuple[int, int]:
     return begin, begin + each + (me < larger)
 
 
-def check_loss(logits, target, num_classes, group=None, reduction="mean", ignore_index=-100):
+def check_loss(logits, target, num_classes, group, reduction, ignore_index) -> None:
     """Refuse shapes that do not fit, targets that are no class, and unknown reductions."""
     begin, end = own_classes(num_classes, group)
     if logits.shape != (*target.shape, end - begin):

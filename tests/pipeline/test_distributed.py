@@ -231,7 +231,11 @@ ONE = nn.Linear(1, 1)
 REFUSED = [
     ((ONE, nn.functional.mse_loss, 2), "ValueError", "pass count"),
     ((ONE, MSE, 2, lambda p, m: gpipe(p, m)[1:]), "ValueError", "tick 0"),
-    ((ONE, MSE, 2, crossed), "ValueError", "stages 0 and 1 go forward with micro-batches in two"),
+    (
+        (ONE, MSE, 2, crossed),
+        "ValueError",
+        "stages 0 and 1 process micro-batches forward in different orders",
+    ),
     (([ONE, ONE], MSE, 2), "TypeError", "one module, such as cut(model, num_stages)[rank]"),
 ]
 NEEDS_X, NEEDS_Y = "the first rank needs the inputs X", "the last rank needs the targets y"
