@@ -197,8 +197,9 @@ def hook_sees_each_bucket_undivided(rank, k):
 
     state, module = [], nn.Sequential(linear(), linear())
     model = DistributedDataParallel(module, bucket_cap_mb=1e-6)
+    loss = model(rows(rank)).sum()
     model.register_comm_hook(state, keep)
-    model(rows(rank)).sum().backward()
+    loss.backward()
     assert state == [(0, False, [rank + 1.0], 1), (1, True, [rank + 1.0], 1)]
     assert [grad.item() for grad in grads(model)] == [0, 0]
 

@@ -190,11 +190,11 @@ def test_running_statistics_go_on_with_the_first_shard():
 def test_what_a_replica_sets_on_itself_goes_with_it_but_for_the_buffers_of_the_first():
     def forward(self, X):
         self.last, self.training = X, False
-        self.seen = self.seen + len(X)
+        self.seen = (0 if self.seen is None else self.seen) + X.new_tensor(len(X))
         return X
 
     inner = Apply(forward)
-    inner.register_buffer("seen", torch.tensor(0))
+    inner.register_buffer("seen", None)
     data_parallel = DataParallel(nn.Sequential(inner), TWO)
     for _ in range(2):
         data_parallel(randn(5, 1))
@@ -219,11 +219,15 @@ def test_what_is_one_in_the_module_is_one_in_the_replica():
     module.parts = [module[0], "words", module.zero]
     module.by_name = {"layer": module[0], "word": 1}
     module.words = ["a", ["b"]]
+    module.nested, module.method = {"pairs": [(module[0], module.zero)]}, module.again.forward
     for replica in replicate(module, TWO):
         assert replica[0].weight is replica[1][0].weight
         assert replica.again is replica[1]
         assert replica.parts[0] is replica[0] and replica.parts[2] is replica.zero
         assert replica.by_name["layer"] is replica[0] and replica.words is module.words
+        [(first, second)] = replica.nested["pairs"]
+        assert first is replica[0] and second is replica.zero
+        assert replica.method.__self__ is replica.again
     assert module.parts[0] is module[0]
 
 

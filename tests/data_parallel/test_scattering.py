@@ -157,6 +157,7 @@ ERRORS = [
     (lambda: scatter((rows(4, 2), [rows(3)]), TWO), ValueError, r"4, 2\] and \[3\] differ"),
     (lambda: scatter((X, rows(2, 2)), TWO, -1), ValueError, "differ in dimension -1"),
     (lambda: scatter(torch.tensor(1), TWO), ValueError, r"shape \[\] has .* Python number"),
+    (lambda: scatter([pack_sequence([X])], TWO), TypeError, "cannot split a PackedSequence"),
     (lambda: scatter(X, TWO, -3), ValueError, r"shape \[2, 3\] has no dimension -3 "),
     (lambda: gather([{"a": X}, {"b": X}], CPU), ValueError, r"0 is a dict with .*'a'\], but .*'b'"),
     (lambda: gather([X, X, {3: X}], CPU), ValueError, "output 0 is a tensor, but output 2 is a di"),

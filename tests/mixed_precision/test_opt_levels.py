@@ -9,7 +9,7 @@ from helpers import everyones, on_ranks, randn
 from torch import nn
 from torch.nn import functional as F
 
-from d2lpar import DataParallel, DistributedDataParallel
+from d2lpar import DataParallel, DistributedDataParallel, replicate
 from d2lpar.mixed_precision import GradScaler, MasterWeights, autocast, initialize
 from d2lpar.mixed_precision.opt_levels import LEVELS
 
@@ -121,6 +121,8 @@ def test_replicas_and_copies_cast_with_their_own_weights(level):
         model.second.bias += 1
     parallel = DataParallel(model, ["cpu", "cpu"])(X)["logits"]
     assert torch.allclose(parallel, whole + 1, atol=4e-3)
+    for replica in replicate(model, ["cpu", "cpu"]):
+        assert replica.forward.__self__ is replica  # else all would use one device's weights
     assert torch.equal(twin(X)["logits"], whole)
 
 

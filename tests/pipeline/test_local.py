@@ -318,6 +318,8 @@ REFUSED = [  # a pipeline, a batch
         ValueError,
         "mse_loss is not a loss .* pass count",
     ),
+    (([LINEAR], ["cpu"], MSE, 0), (X, Y), ValueError, "1 stages and 0 micro-batches: need one"),
+    (([LINEAR], ["cpu"], nn.MSELoss(reduction="none"), 2), (), ValueError, '"none" returns no'),
     ((*ONE, lambda p, m: gpipe(p, m)[::-1]), (X, Y), ValueError, "comes before"),
     ((*ONE, one_more), (X, Y), ValueError, "is no action"),
     (

@@ -163,6 +163,7 @@ def launch_in_a_pool():
     [
         (chained, r"^rank 1: OSError: no file\n(.*\n)*.*{}\[\"a\"\](.*\n)*KeyError: 'a'"),
         (lambda: launch(), "^rank 1: TypeError: launch.. missing 2 required"),
+        (lambda: exec("x ="), "^rank 1: SyntaxError: invalid syntax"),
         (lambda: sys.exit(4), "^rank 1: SystemExit: 4"),
         (generator, r"^rank 1: TypeError: the result \(generator\) cannot be sent"),
         (lambda: os._exit(3), r"^rank 1: died before it had finished \(exit code 3\)"),
@@ -179,6 +180,17 @@ def test_the_rank_that_failed_is_named_not_those_that_miss_it(deed, words):
     with pytest.raises(RankError, match=words) as caught:
         launch(one_fails, 3, timeout=LIMIT)
     assert caught.value.rank == 1
+
+
+class TwoArguments(Exception):
+    def __init__(self, words, more):
+        super().__init__(words)
+
+
+def test_a_result_that_cannot_be_read_back_names_its_rank():
+    with pytest.raises(RankError, match=r"^rank 1: its result cannot be read back: TypeE") as it:
+        launch(lambda rank, world_size: TwoArguments("a", "b") if rank else None, 2)
+    assert it.value.rank == 1
 
 
 def test_an_error_that_follows_from_another_is_not_the_first(monkeypatch):
