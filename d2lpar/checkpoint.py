@@ -59,7 +59,7 @@ def save_checkpoint(
         path: the file to write, in a folder that exists; if it is a symbolic link, its target.
         tensors: by name, dense, on any device. Two that share memory, such as tied weights, are
             both written, and are two tensors when loaded.
-        info: what else there is to know, such as the step: anything that JSON brings back as it is.
+        info: any other information, such as the step: whatever JSON brings back as it is.
 
     Raises CheckpointError if the file cannot be written: no such folder, the disk is full, ...
     """

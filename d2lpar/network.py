@@ -35,7 +35,7 @@ def channels_last(weight: torch.Tensor) -> torch.Tensor:
 def lenet(X: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
     """Return the logits, of shape (n, 10), of images ``X`` of shape (n, 1, 28, 28)."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
-    X = X[:, :, :-2, :-2]  # the second pooling would leave out what comes from the other pixels
+    X = X[:, :, :-2, :-2]  # the second pooling drops what comes from the other pixels
     h1 = F.avg_pool2d(F.conv2d(X, W1, b1).relu_(), 2)  # (n, 20, 12, 12)
     h2 = F.avg_pool2d(F.conv2d(h1, W2, b2).relu_(), 2)  # (n, 50, 4, 4)
     h3 = torch.addmm(b3, h2.flatten(1), W3).relu_()  # (n, 128)

@@ -39,7 +39,7 @@ def attempt(call, *args, **kwargs):
         result = call(*args, **kwargs)
     except Exception as error:
         seconds = time.monotonic() - begin
-        return type(error).__name__, str(error), getattr(error, "ranks", ()), seconds
+        return type(error).__name__, str(error), getattr(error, "peers", ()), seconds
     return "ok", result, (), time.monotonic() - begin
 
 

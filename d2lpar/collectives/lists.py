@@ -191,7 +191,7 @@ def put_back(data: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Non
 
 
 def check_tensors(data: Sequence[torch.Tensor]) -> None:
-    """Refuse what is no list of dense tensors of one dtype, one per device."""
+    """Accept only a list of dense tensors of one dtype, one per device."""
     if not isinstance(data, (list, tuple)):
         raise TypeError(
             f"data must be a list of tensors, one per device, not {type(data).__name__}"
@@ -226,7 +226,7 @@ def check_alike(values: Sequence, what: str) -> None:
 
 
 def check_memory(data: Sequence[torch.Tensor]) -> None:
-    """Refuse an expanded tensor, and two of which one begins within the other.
+    """Refuse an expanded tensor, and two tensors that overlap.
 
     Of tensors that are not contiguous only those that begin at one place are seen: columns of a
     matrix lie between each other, but share nothing.

@@ -107,7 +107,7 @@ def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
         return lambda target: summed_weights(criterion, target)
     name = getattr(criterion, "__name__", type(criterion).__name__)
     raise ValueError(
-        f"{name} is not a loss of torch.nn of which it is known what its mean is divided by: pass "
+        f"{name} is not a loss of torch.nn, so we do not know what its mean is divided by: pass "
         "count, a function of the target that returns this number"
     )
 
@@ -136,7 +136,7 @@ def shares(
     counts = [float(counts_of(*target)) for target in targets]
     total = sum(counts)
     if count is None and getattr(criterion, "label_smoothing", 0):
-        criterion = copy(criterion)  # of which even a part that counts nothing has a sum
+        criterion = copy(criterion)  # a part that counts nothing still has a sum
         criterion.reduction = "sum"
         return criterion, dict.fromkeys(parts, 1 / total if total else nan)
     return criterion, {i: counts[i] / total for i in parts if counts[i]} or {0: 1.0}

@@ -72,7 +72,7 @@ class Reducer:
     def begin(self, weight: float) -> None:
         """Get ready for a forward pass; weights that are rows add up until backward uses them."""
         if any(bucket.ready for bucket in self.buckets):  # an error broke off the last backward
-            wait(self._sent)  # still reads the buckets, until allreduce's timeout
+            wait(self._sent)  # its messages may still read the buckets
             self._reset()
         self._state = IGNORES
         adds_up = self.by_rows and not self._weight_is_used

@@ -23,12 +23,12 @@ class Join:
 
     def __init__(self, model, divide_by_all: bool, throws: bool):
         self.model, self.divide_by_all, self.throws = model, divide_by_all, throws
-        self.active = self.ranks = dist.get_process_group_ranks(model.process_group)
+        self.active = self.everyone = dist.get_process_group_ranks(model.process_group)
 
     @property
     def weight(self) -> float:
         """What each rank's gradients count."""
-        return 1 / len(self.ranks if self.divide_by_all else self.active)
+        return 1 / len(self.everyone if self.divide_by_all else self.active)
 
     @property
     def source(self) -> int:
@@ -38,7 +38,7 @@ class Join:
     def roll_call(self, plan: int) -> int:
         """Tell all ranks what this one is about to do, and return the most that any is."""
         plans = ranks.all_gather_int(plan, self.model.process_group)
-        active = [rank for rank, plan in zip(self.ranks, plans, strict=True) if plan != ABSENT]
+        active = [rank for rank, plan in zip(self.everyone, plans, strict=True) if plan != ABSENT]
         if self.throws and 0 < len(active) < len(plans):
             raise RuntimeError("a rank has no batch left, and throw_on_early_termination is set")
         self.active = active or self.active
@@ -72,7 +72,7 @@ def naming_join() -> Iterator[None]:
     try:
         yield
     except ranks.PeerError as error:
-        if not error.ranks:
+        if not error.peers:
             raise
         words = "if it had fewer batches than this rank, put the loop into `with model.join():`"
-        raise ranks.PeerError(f"{error}; {words}", error.ranks) from None
+        raise ranks.PeerError(f"{error}; {words}", error.peers) from None

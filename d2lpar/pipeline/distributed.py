@@ -96,7 +96,7 @@ class DistributedPipeline(nn.Module):
 
         The first rank needs ``X``, the last ``y``; what others are given is not looked at. After an
         error in the middle (PeerError or MismatchError when a neighbour is late, gone or at another
-        call) the group is of no more use: nobody knows which messages are under way.
+        call) the group can no longer be used: nobody knows which messages are under way.
         """
         self._calls += 1  # also if it is refused: the other ranks may have begun with this batch
         X, y = X if self.is_first else None, y if self.is_last else None
@@ -159,28 +159,28 @@ class Mail:
     def __init__(self, group, timeout, sender: Sender, device, purpose: str, X_parts=None):
         self.group, self.timeout, self.sender = group, timeout, sender
         self.device, self.purpose, self.X_parts = device, purpose, X_parts
-        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.world_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.sent: list[Future] = []
         self.awaited: set[Action] = set()  # backward passes to which a gradient will come
 
     def receive(self, action: Action) -> torch.Tensor | None:
         """Wait for what ``action`` works on: activations or a gradient, None if it needs none."""
-        need = source(action, len(self.ranks))
+        need = source(action, len(self.world_ranks))
         if action.kind == "forward" and need is None:
             return self.X_parts[action.microbatch].to(self.device)
         if action.kind == "backward" and action not in self.awaited:
             return None
-        src = self.ranks[need.stage]
+        src = self.world_ranks[need.stage]
         return receive(src, self.label(need), self.device, self.group, self.timeout)
 
     def send(self, action: Action, result: torch.Tensor | None) -> None:
         """Let a thread send the result of ``action`` to the rank that works on it, if any does."""
-        there = target(action, len(self.ranks))
+        there = target(action, len(self.world_ranks))
         if there is None or result is None:
             return
         if action.kind == "forward" and result.requires_grad:
             self.awaited.add(action._replace(kind="backward"))
-        message, dst, label = result.detach(), self.ranks[there.stage], self.label(action)
+        message, dst, label = result.detach(), self.world_ranks[there.stage], self.label(action)
         check_send(message, label)
         arguments = message, dst, label, self.group, self.timeout, result.requires_grad
         context = copy_context()  # the thread counts bytes where we do

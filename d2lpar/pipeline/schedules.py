@@ -75,7 +75,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> list[list[Action]]:
     ticks = [[] for _ in range(2 * (num_microbatches + p - 1))]
     for s in range(p):
         for i in range(num_microbatches):
-            warms_up = i < p - s  # there is nothing yet to go backward with
+            warms_up = i < p - s  # no backward pass is ready yet
             ticks[s + i if warms_up else s + 2 * i].append(Action(s, i, "forward"))
             ticks[2 * p - 1 - s + 2 * i].append(Action(s, i, "backward"))
     return ticks

@@ -63,7 +63,7 @@ def call(module: nn.Module, X: torch.Tensor, recompute: bool = False) -> torch.T
 
 
 def works_in_place(module: nn.Module) -> bool:
-    """Tell whether a layer may write to what another stage has sent, and may need to go back."""
+    """Tell whether a layer works in place: what its sender needs for backward is then copied."""
     return any(getattr(part, "inplace", False) for part in module.modules())
 
 

@@ -26,7 +26,9 @@ def agree(
     if notes.count(note) == len(notes):  # quickly seen
         return [number] * len(notes)
     marks, calls, numbers, digests = zip(*map(NOTE.unpack, notes), strict=True)
-    if strangers := [r for r, mark in zip(transport.ranks, marks, strict=True) if mark != MARK]:
+    if strangers := [
+        r for r, mark in zip(transport.world_ranks, marks, strict=True) if mark != MARK
+    ]:
         what = "did not compare plans: is what was called there unchecked, or a send?"
         raise PeerError(f"{name_ranks(strangers)} {what} This rank's call: {plan}", strangers)
     if len(set(zip(calls, digests, strict=True))) == 1:
@@ -34,7 +36,7 @@ def agree(
     text = plan.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
     texts = [t.rstrip(b"\0").decode(errors="replace") for t in transport.tell(text, timeout)]
     lines = ["the ranks are about to do different things"]
-    for rank, n, theirs in zip(transport.ranks, calls, texts, strict=True):
+    for rank, n, theirs in zip(transport.world_ranks, calls, texts, strict=True):
         lines.append(f"rank {rank}, call {n}: {theirs}")
     raise MismatchError("\n".join(lines))
 

@@ -157,9 +157,11 @@ def broadcast(
     """
     with _calling("broadcast", label, group, timeout, check) as call:
         check_reduction(tensor)
-        if src not in call.ranks:
-            raise ValueError(f"src is {src!r}, but the group has the ranks {list(call.ranks)}")
-        root = call.ranks.index(src)
+        if src not in call.world_ranks:
+            raise ValueError(
+                f"src is {src!r}, but the group has the ranks {list(call.world_ranks)}"
+            )
+        root = call.world_ranks.index(src)
         flat = call.flatten(tensor, widen=False)
         steps = messages_of(own_moves(tree_broadcast, call.k, call.me, "sum", root).steps, flat)
         call.agree(f"from rank {src} of {call.describe(tensor)}", ahead=steps[:1])
@@ -212,8 +214,8 @@ class _Call:
     def __init__(self, name: str, label: str, group: Group, timeout: float | None, check: bool):
         self.member, self.timeout = member_of(group, timeout)
         self.transport = self.member.transport
-        self.ranks, self.me = self.transport.ranks, self.transport.member
-        self.k = len(self.ranks)
+        self.world_ranks, self.me = self.transport.world_ranks, self.transport.member
+        self.k = len(self.world_ranks)
         self.name, self.check = f"{name} {label!r}" if label else name, check
         self.has_asked = False  # whether the others know of this call
 

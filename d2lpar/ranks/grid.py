@@ -11,7 +11,7 @@ import torch.distributed as dist
 def make_grid(num_rows: int, num_columns: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the process groups of this rank's row and of its column: called by all ranks.
 
-    Rank r is in row r // num_columns: the ranks of a row are neighbours, as a rule on one machine.
+    Rank r is in row r // num_columns: the ranks of a row are neighbours, usually on one machine.
     """
     world_size = dist.get_world_size()
     if num_rows < 1 or num_rows * num_columns != world_size:

@@ -56,16 +56,21 @@ class _Lane:
 class Lanes(Transport):
     """A member's ends of the lanes to and from all others, in one channel of the memory."""
 
-    def __init__(self, member: int, ranks: Sequence[int], memory: "SharedMemory", channel: int):
-        super().__init__(member, ranks)
+    def __init__(
+        self, member: int, world_ranks: Sequence[int], memory: "SharedMemory", channel: int
+    ):
+        super().__init__(member, world_ranks)
         self.memory, self.channel = memory, channel
         memory.used[channel] = True
         self.outgoing, self.incoming = {}, {}  # the lanes to and from each other member
         for i in self.others:
-            there, back = (channel, ranks[member], ranks[i]), (channel, ranks[i], ranks[member])
+            there, back = (
+                (channel, world_ranks[member], world_ranks[i]),
+                (channel, world_ranks[i], world_ranks[member]),
+            )
             (free, full), (empty, filled) = memory.semaphores[there], memory.semaphores[back]
-            self.outgoing[i] = _Lane(ranks[i], memory.slots(*there), free, full)
-            self.incoming[i] = _Lane(ranks[i], memory.slots(*back), filled, empty)
+            self.outgoing[i] = _Lane(world_ranks[i], memory.slots(*there), free, full)
+            self.incoming[i] = _Lane(world_ranks[i], memory.slots(*back), filled, empty)
         # Of every rank, for the others to read: for whom it waits (1 + rank, or 0 for nobody), when
         # it last looked around while it did (ns), and, once it has given up, whose part it missed
         # (bit r for rank r). The semaphores order what is in the slots, on every processor, but not
@@ -85,7 +90,7 @@ class Lanes(Transport):
             if lane.held:  # nobody has taken it: plans differed
                 lane.held = 0
                 lane.release()
-        notes, missing = [note] * len(self.ranks), []
+        notes, missing = [note] * len(self.world_ranks), []
         first = {dst: message for dst, message in reversed(ahead) if message.numel()}
         for i, lane in self.outgoing.items():
             if not self._wait(lane, deadline):
@@ -160,7 +165,7 @@ class Lanes(Transport):
             let_others_run()
             if lane.acquire(False):
                 return True
-        me = self.ranks[self.member]
+        me = self.world_ranks[self.member]
         while time.monotonic() < deadline:
             self.waits_for[me] = lane.rank + 1  # another thread may have written meanwhile
             self.looked[me] = time.monotonic_ns()
@@ -174,7 +179,7 @@ class Lanes(Transport):
 
     def _line(self, rank: int) -> list[int]:
         """Return ``rank``, the one that it waits for, and so on, but not this rank."""
-        line = [self.ranks[self.member]]
+        line = [self.world_ranks[self.member]]
         while rank not in line:
             line.append(rank)
             if self.waits_for[rank] and not self.missed[rank]:
@@ -184,20 +189,22 @@ class Lanes(Transport):
     def look(self) -> None:
         """Raise PeerError where another rank has given up."""
         for i in self.others:
-            self._check(self.ranks[i])
+            self._check(self.world_ranks[i])
 
     def _check(self, rank: int) -> None:
         """Raise PeerError if ``rank`` has given up, and name whom it missed."""
         if not self.missed[rank]:
             return
-        missed = [self.ranks[i] for i in self.others if self.missed[rank] >> self.ranks[i] & 1]
+        missed = [
+            self.world_ranks[i] for i in self.others if self.missed[rank] >> self.world_ranks[i] & 1
+        ]
         if missed in ([], [rank]):
             raise PeerError(f"rank {rank} gave up: its own error says why", [rank])
         raise PeerError(f"{name_ranks(missed)} did not do its part, says rank {rank}", missed)
 
     def _announce(self, error: BaseException) -> None:
-        me = self.ranks[self.member]
-        self.missed[me] = sum(1 << rank for rank in getattr(error, "ranks", ()) or (me,))
+        me = self.world_ranks[self.member]
+        self.missed[me] = sum(1 << rank for rank in getattr(error, "peers", ()) or (me,))
 
 
 def _view(memory: torch.Tensor, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

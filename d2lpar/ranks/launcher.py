@@ -63,7 +63,7 @@ def launch(
     DataLoader's workers. Once all ranks have returned, they and these are killed: close your files.
 
     What a rank prints, the caller prints, in whole lines that begin with ``[rank 0]``. What C code
-    writes, or a process that a rank has started, goes to the terminal as it is.
+    writes, or a process that a rank has processes, goes to the terminal as it is.
 
     ``fn`` may also be a closure, a lambda or defined in a cell. The ranks may take ``timeout``
     seconds once they are started; torch's operations have ``threads`` threads in each.
@@ -83,22 +83,22 @@ def launch(
     # torch.optim imports torch._dynamo when it is first used: seconds, in every rank
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", Job.__module__])
     store = os.path.join(get_temp_dir(), f"store-{uuid.uuid4().hex}")
-    ranks, memory = [], None
+    processes, memory = [], None
     # A rank that stops in the middle of a message would block the one that reads it forever
-    last_resort = threading.Timer(timeout + 3 * ANSWER, _kill, [ranks])
+    last_resort = threading.Timer(timeout + 3 * ANSWER, _kill, [processes])
     last_resort.daemon = True
     try:
         with _starting, _deferred_interrupt():
             memory = SharedMemory.create(world_size, context)
             environment = dict(os.environ)
             job = Job(call, _sources_of_cells(), environment, store, memory, timeout, threads)
-            _start(ranks, world_size, job, context)
+            _start(processes, world_size, job, context)
             last_resort.start()
-        return _gather(ranks, timeout)
+        return _gather(processes, timeout)
     finally:
         last_resort.cancel()
         with _deferred_interrupt():
-            _end(ranks)
+            _end(processes)
             if memory:
                 memory.remove()
             with contextlib.suppress(FileNotFoundError):
@@ -178,8 +178,8 @@ def _apart_from_the_caller() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _start(ranks: list, world_size: int, job: Job, context) -> None:
-    """Start the ranks. Each is in ``ranks`` before its start, which may fail."""
+def _start(processes: list, world_size: int, job: Job, context) -> None:
+    """Start the ranks. Each is in ``processes`` before its start, which may fail."""
     try:
         with _apart_from_the_caller():
             for rank in range(world_size):
@@ -187,17 +187,17 @@ def _start(ranks: list, world_size: int, job: Job, context) -> None:
                 own = job._replace(memory=job.memory and job.memory.part_of(rank))
                 call, name = (rank, world_size, theirs, own), f"d2lpar rank {rank}"
                 process = context.Process(target=be_rank, args=call, name=name, daemon=True)
-                ranks.append((process, ours))
+                processes.append((process, ours))
                 with theirs:  # closed here, so that the connection ends when the rank does
                     process.start()
     except (OSError, EOFError) as error:
         raise RuntimeError(f"the ranks cannot be started: {error}") from error
 
 
-def _gather(ranks: list, timeout: float) -> list:
+def _gather(processes: list, timeout: float) -> list:
     """Wait for all results, or raise as soon as one rank has failed or the time is up."""
-    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
-    outcomes = _listen(waiting, ranks, timeout)
+    waiting = {connection: rank for rank, (_, connection) in enumerate(processes)}
+    outcomes = _listen(waiting, processes, timeout)
     failures = {r: outcomes[r] for r in sorted(outcomes) if isinstance(outcomes[r], Failure)}
     if failures:
         raise _failed(failures)
@@ -206,8 +206,8 @@ def _gather(ranks: list, timeout: float) -> list:
         for connection in waiting:
             with contextlib.suppress(OSError):
                 connection.send("where are you?")
-        raise _timed_out(unfinished, outcomes, timeout, _listen(waiting, ranks, ANSWER))
-    return [_read(rank, outcomes[rank]) for rank in range(len(ranks))]
+        raise _timed_out(unfinished, outcomes, timeout, _listen(waiting, processes, ANSWER))
+    return [_read(rank, outcomes[rank]) for rank in range(len(processes))]
 
 
 def _read(rank: int, result: bytes) -> Any:
@@ -217,7 +217,7 @@ def _read(rank: int, result: bytes) -> Any:
         raise RankError(f"rank {rank}: its result cannot be read back: {error!r}", rank) from error
 
 
-def _listen(waiting: dict[Connection, int], ranks: list, seconds: float) -> dict[int, Any]:
+def _listen(waiting: dict[Connection, int], processes: list, seconds: float) -> dict[int, Any]:
     """Print lines until all have sent an outcome, the time is up, or GRACE after a failure."""
     outcomes, deadline = {}, time.monotonic() + seconds
     while waiting and (left := deadline - time.monotonic()) > 0:
@@ -226,7 +226,7 @@ def _listen(waiting: dict[Connection, int], ranks: list, seconds: float) -> dict
             try:
                 kind, content = connection.recv()
             except (EOFError, OSError):  # OSError: in the middle of a message
-                kind, content = "failure", _death(ranks[rank][0])
+                kind, content = "failure", _death(processes[rank][0])
             if kind in ("stdout", "stderr"):
                 stream = getattr(sys, kind)
                 text = "".join(f"[rank {rank}] {line}\n" for line in content)
@@ -269,17 +269,17 @@ def _timed_out(unfinished: list, outcomes: dict, timeout: float, answers: dict) 
     return RankError(message, unfinished[0], errors)
 
 
-def _kill(ranks: list) -> None:
+def _kill(processes: list) -> None:
     """Kill all ranks. They hold nothing worth a polite end: their results and lines are here."""
-    for process, _ in ranks:
+    for process, _ in processes:
         if process.pid:
             kill_group(process.pid)  # what a rank has started may outlive it
             process.kill()  # while it starts it is not yet in its group
 
 
-def _end(ranks: list) -> None:
-    _kill(ranks)
-    for process, connection in ranks:
+def _end(processes: list) -> None:
+    _kill(processes)
+    for process, connection in processes:
         if process.pid:
             process.join(5)
         connection.close()  # not before: to a rank it means that the caller is gone

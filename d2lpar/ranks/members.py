@@ -24,7 +24,8 @@ class Member:
     """A rank's part in a group, or in a line."""
 
     def __init__(self, transport: Transport, timeout: float):
-        self.transport, self.timeout = transport, timeout  # of a call that names none
+        self.transport = transport
+        self.timeout = timeout  # of a call that names none
         self.memory: SharedMemory | None = None  # the default group's: for lanes in any group
         self.calls = self.lines = 0
         self.has_joined = True  # False until it is known whether lanes take the place of messages
@@ -90,24 +91,24 @@ def _known(group: dist.ProcessGroup) -> Member:
 def _find_lanes(member: Member, timeout: float) -> Lanes | None:
     """Return lanes in a channel that is free on all ranks of the group, if there is one."""
     world, transport = _members.get(dist.group.WORLD), member.transport
-    if not world or not world.memory or len(transport.ranks) == 1:
+    if not world or not world.memory or len(transport.world_ranks) == 1:
         return None
-    memory, ranks, me = world.memory, transport.ranks, transport.member
-    others = [ranks[i] for i in transport.others]
-    free = sum(1 << c for c in range(CHANNELS) if memory.is_free(c, ranks[me], others))
+    memory, world_ranks, me = world.memory, transport.world_ranks, transport.member
+    others = [world_ranks[i] for i in transport.others]
+    free = sum(1 << c for c in range(CHANNELS) if memory.is_free(c, world_ranks[me], others))
     member.calls += 1
     with transport.call("find a channel"):
         for theirs in agree(transport, member.calls, "find a channel", free, timeout):
             free &= theirs
-    return Lanes(me, ranks, memory, free.bit_length() - 1) if free else None
+    return Lanes(me, world_ranks, memory, free.bit_length() - 1) if free else None
 
 
 def line_of(group: Group, timeout: float | None = None) -> Member:
     """Return a new line in ``group``, to be passed to calls as their group: on all ranks.
 
     It has lanes if the group has and a channel is free, else messages with their own tags. These
-    share the group's connections: once such a line has failed, the group is of no more use either.
-    NCCL knows no tags: there the line has its own group.
+    share the group's connections: once such a line has failed, so has the group. NCCL knows no
+    tags: there the line has its own group.
     """
     member, timeout = member_of(group, timeout)
     group = group or dist.group.WORLD
@@ -125,12 +126,12 @@ def line_of(group: Group, timeout: float | None = None) -> Member:
 
 def group_like(group: Group, backend: str | None = None) -> dist.ProcessGroup:
     """Return a new process group of the same ranks, by default with the same backend: on all."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)
     # Only for the members of a group, torch finds its name by counting the groups of each: with all
     # ranks it need not.
-    only_members = len(ranks) < dist.get_world_size()
+    only_members = len(members) < dist.get_world_size()
     backend = backend or dist.get_backend(group)
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=only_members)
+    return dist.new_group(members, backend=backend, use_local_synchronization=only_members)
 
 
 def destroy(group: dist.ProcessGroup) -> None:

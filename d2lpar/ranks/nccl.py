@@ -34,8 +34,8 @@ class NcclMessages(Messages):
     def _post(self, moves: list[tuple[Callable, torch.Tensor, int]], tag: int = DATA) -> list[Work]:
         if not moves or not self._is_batched(moves[0][1]):
             return super()._post(moves, tag)
-        peers = [self.ranks[peer] for *_, peer in moves]
-        batch = [dist.P2POp(kind, t, self.ranks[peer], self.group) for kind, t, peer in moves]
+        peers = [self.world_ranks[peer] for *_, peer in moves]
+        batch = [dist.P2POp(kind, t, self.world_ranks[peer], self.group) for kind, t, peer in moves]
         works = dist.batch_isend_irecv(batch)  # NCCL has one work for all
         return [(peers, work) for work in works] * (len(moves) // len(works))
 

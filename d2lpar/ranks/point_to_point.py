@@ -1,4 +1,4 @@
-"""A tensor from one rank to another, with a header that says what it is; and an ``isend``'s thread.
+"""A tensor from one rank to another, with a header that says what it is; and a sending thread.
 
 Only the sender knows the shape, so a header of a fixed size goes first. Notebook 06 uses this file.
 """
@@ -77,7 +77,7 @@ def receive(
     Raises:
         PeerError: nothing came within ``timeout`` seconds, or ``src`` is gone.
         MismatchError: what comes has another label, and is lost; or it was not sent by ``send``,
-            nobody knows what comes next, and the group is of no more use.
+            nobody knows what comes next, and the group can no longer be used.
         BusyError: another thread of this rank is about to receive in the same group.
     """
     device = as_device(device)
@@ -102,7 +102,7 @@ def receive(
 
 
 def _member_number(transport: Transport, rank: int, name: str) -> int:
-    others = {transport.ranks[i]: i for i in transport.others}
+    others = {transport.world_ranks[i]: i for i in transport.others}
     if rank not in others:
         raise ValueError(f"{name} is {rank!r}, but the other ranks of the group are {[*others]}")
     return others[rank]

@@ -29,11 +29,11 @@ take = torch.Tensor.copy_  # what a receiver does with a message that it does no
 
 
 class PeerError(RuntimeError):
-    """A rank did not do its part in time, gave up or is gone. ``ranks`` are those that it names."""
+    """A rank did not do its part in time, gave up or is gone. ``peers`` are those that it names."""
 
-    def __init__(self, message: str, ranks: Sequence[int] = ()):
+    def __init__(self, message: str, peers: Sequence[int] = ()):
         super().__init__(message)
-        self.ranks = tuple(ranks)
+        self.peers = tuple(peers)
 
 
 class MismatchError(RuntimeError):
@@ -41,7 +41,7 @@ class MismatchError(RuntimeError):
 
 
 class BusyError(RuntimeError):
-    """Two threads of a rank called one group at the same time. The group is of no more use."""
+    """Two threads of a rank called one group at the same time. The group can no longer be used."""
 
 
 class Send(NamedTuple):
@@ -65,15 +65,15 @@ Sends = Sequence[Send]
 class Transport:
     """What all transports share: who the members are, and what ends the use of a group.
 
-    Members of a group are numbered from 0. Errors name them by ``ranks[member]``, their ranks in
-    the world. ``broken`` says why this rank has given the group up.
+    Members of a group are numbered from 0. Errors name them by their ranks in the world,
+    ``world_ranks[member]``. ``broken`` says why this rank has given the group up.
     """
 
     device = torch.device("cpu")  # where notes must lie
 
-    def __init__(self, member: int, ranks: Sequence[int]):
-        self.member, self.ranks = member, tuple(ranks)
-        self.others = [i for i in range(len(ranks)) if i != member]
+    def __init__(self, member: int, world_ranks: Sequence[int]):
+        self.member, self.world_ranks = member, tuple(world_ranks)
+        self.others = [i for i in range(len(world_ranks)) if i != member]
         self.broken = ""
         self.under_way: dict[str, tuple] = {}  # direction: (call, thread)
         self.refusal = ""  # what a second thread was told that called at the same time
@@ -94,7 +94,7 @@ class Transport:
         which messages are under way.
         """
         if self.broken:
-            raise PeerError(f"the group is of no more use since an earlier call: {self.broken}")
+            raise PeerError(f"the group can no longer be used since an earlier call: {self.broken}")
         this, entered = (words, threading.current_thread().name), []
         try:
             for direction in directions or BOTH:
@@ -144,7 +144,7 @@ class Transport:
         members send each other parts of one length, and both reduce.
         """
         for dst, message in sends:
-            record_message(message, self.ranks[self.member], self.ranks[dst])
+            record_message(message, self.world_ranks[self.member], self.world_ranks[dst])
         self._exchange(sends, receives, time.monotonic() + timeout)
 
 
@@ -152,7 +152,7 @@ Work = tuple[list[int], dist.Work]  # what is under way, and the ranks that it i
 
 
 class Messages(Transport):
-    """torch.distributed's point-to-point messages in the CPU's memory: over gloo, as a rule.
+    """torch.distributed's point-to-point messages in the CPU's memory, usually over gloo.
 
     Each one is waited for alone, so that a failure names its rank.
     """
@@ -174,28 +174,28 @@ class Messages(Transport):
 
     def _tell(self, note: bytes, deadline: float, ahead: Sends) -> list[bytes]:
         mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(self.device)
-        theirs = mine.repeat(len(self.ranks), 1)
+        theirs = mine.repeat(len(self.world_ranks), 1)
         moves = [(dist.isend, mine, i) for i in self.others]
         moves += [(dist.irecv, theirs[i], i) for i in self.others]
         works = self._post(moves, NOTES)
-        # Receives first: when a connection breaks, gloo does not wake who is in the midst of a send
+        # Receives first: when a connection breaks, gloo does not wake a sender
         self._wait(works[::-1], deadline)
         return [row.numpy().tobytes() for row in theirs.cpu()]
 
     def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
         cut = partial(pieces_of, nbytes=self.piece_bytes)
-        moves = [(dist.isend, piece, dst) for dst, message in sends for piece in cut(message)]
-        num_sent, landings = len(moves), []
+        leaving = [(dist.isend, piece, dst) for dst, message in sends for piece in cut(message)]
+        arriving, uses = [], []  # what is received, and what becomes of it
         for i, (src, part, into) in enumerate(receives):
-            beside = part if into is take else self._beside(i, part)
-            for piece, place in zip(cut(beside), cut(part), strict=True):
-                moves.append((dist.irecv, piece, src))
-                landings.append((piece, into, place))
-        works = self._post(moves)
+            landing = part if into is take else self._beside(i, part)
+            arriving += [(dist.irecv, piece, src) for piece in cut(landing)]
+            uses += [(place, into) for place in cut(part)]
+        works = self._post(leaving + arriving)
+        sent, received = works[: len(leaving)], works[len(leaving) :]
         sending = defaultdict(list)  # the address of a piece: its works
-        for (_, piece, _), work in zip(moves, works[:num_sent], strict=False):
+        for (_, piece, _), work in zip(leaving, sent, strict=True):
             sending[piece.data_ptr()].append(work)
-        for work, (piece, into, place) in zip(works[num_sent:], landings, strict=True):
+        for (_, piece, _), (place, into), work in zip(arriving, uses, received, strict=True):
             self._wait([work], deadline)
             if into is not take:
                 self._wait(sending.pop(place.data_ptr(), []), deadline)  # sent before it changes
@@ -217,9 +217,14 @@ class Messages(Transport):
         works = []
         for kind, tensor, peer in moves:
             try:
-                works.append(([self.ranks[peer]], kind(tensor, self.ranks[peer], self.group, tag)))
+                works.append(
+                    (
+                        [self.world_ranks[peer]],
+                        kind(tensor, self.world_ranks[peer], self.group, tag),
+                    )
+                )
             except RuntimeError as error:
-                raise _gone([self.ranks[peer]], error) from None
+                raise _gone([self.world_ranks[peer]], error) from None
         return works
 
     def _wait(self, works: list[Work], deadline: float) -> None:
@@ -246,15 +251,15 @@ class Messages(Transport):
             self.own.broken = self.own.broken or self.broken
 
 
-def _gone(ranks: list[int], reason: Exception) -> PeerError:
-    names, line = sorted(set(ranks)), str(reason).splitlines()[0]
+def _gone(peers: list[int], reason: Exception) -> PeerError:
+    names, line = sorted(set(peers)), str(reason).splitlines()[0]
     what = "did not answer in time, gave up, ended, or waited for another rank"
     return PeerError(f"{name_ranks(names)} {what}: {line}", names)
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
+def name_ranks(numbers: Sequence[int]) -> str:
     """Say ``rank 3`` or ``ranks 1, 3``."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def pieces_of(tensor: torch.Tensor, nbytes: int) -> Sequence[torch.Tensor]:

@@ -49,7 +49,7 @@ class Method(NamedTuple):
 class Counts(NamedTuple):
     """What a method takes on a rank."""
 
-    sent: int | None  # bytes per step, by the busiest device; None: not by way of our ledger
+    sent: int | None  # bytes per step, by the busiest device; None: our ledger does not see it
     messages: int | None  # likewise; in a pipeline a header of 136 bytes comes before each tensor
     held: int  # bytes of parameters, and of the optimiser's state
     peak: int | None  # bytes of all tensors at most; None: they are made in threads, and not seen

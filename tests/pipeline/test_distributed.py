@@ -284,7 +284,7 @@ test_two_ranks = on_ranks(
 )
 
 
-# What goes wrong: the group is of no more use then.
+# What goes wrong: the group can no longer be used then.
 
 
 class Fails(nn.Module):
@@ -362,7 +362,7 @@ def test_a_rank_at_another_call_is_found_out(does, words):
 
     _, ((kind, text, *_), again) = launch(differ, 2, timeout=LIMIT)
     assert kind == "MismatchError" and all(part in text for part in words)
-    assert again[0] == "PeerError" and "of no more use since an earlier call" in again[1]
+    assert again[0] == "PeerError" and "can no longer be used since an earlier call" in again[1]
 
 
 def test_targets_of_another_batch_are_an_error_on_the_last_rank():

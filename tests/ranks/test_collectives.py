@@ -377,7 +377,7 @@ def test_missing_ranks_are_named_by_all_others(rank, k, missing, way):
     assert ("rank 2 " if len(missing) == 1 else "ranks 2, 3 ") in text
     kind, again, _, seconds = attempt(ranks.allreduce, torch.ones(4), timeout=20)
     assert kind == "PeerError" and seconds < SOON
-    assert "of no more use" in again and text in again
+    assert "can no longer be used" in again and text in again
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -473,7 +473,7 @@ def test_a_rank_that_fails_is_named_and_nobody_takes_its_note_for_data(rank, k, 
         assert first == ("ok", None, (), total)
         if rank == bad:
             assert others[0][:2] == ("MemoryError", "no room for a copy")
-            assert "of no more use since an earlier call: MemoryError" in others[1][1]
+            assert "can no longer be used since an earlier call: MemoryError" in others[1][1]
             continue
         # Over lanes a short message goes along with the check: all that is sent in a star
         along = (schedule, way) == (star, "lanes") and bad != 0

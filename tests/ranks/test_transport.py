@@ -64,6 +64,6 @@ def test_a_second_call_is_refused_and_the_first_one_learns_of_it(first, second):
     with refused(), transport.call("A", *first), refused(), transport.call("B", *second):
         pytest.fail("it was let in")
     assert isinstance(announced[0], BusyError) and not transport.under_way
-    again = f"of no more use since an earlier call: BusyError: {words}"
+    again = f"can no longer be used since an earlier call: BusyError: {words}"
     with pytest.raises(PeerError, match=again), transport.call("C"):
         pytest.fail("it was let in")
