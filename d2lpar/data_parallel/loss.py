@@ -107,8 +107,8 @@ def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
         return lambda target: summed_weights(criterion, target)
     name = getattr(criterion, "__name__", type(criterion).__name__)
     raise ValueError(
-        f"{name} is not a loss of torch.nn, so we do not know what its mean is divided by: pass "
-        "count, a function of the target that returns this number"
+        f"it is not known what {name} divides its mean by: pass count, a function of the target "
+        "that returns this number"
     )
 
 

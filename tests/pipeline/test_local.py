@@ -316,7 +316,7 @@ REFUSED = [  # a pipeline, a batch
         ([LINEAR], ["cpu"], F.mse_loss, 2),
         (X, Y),
         ValueError,
-        "mse_loss is not a loss .* pass count",
+        "what mse_loss divides .* pass count",
     ),
     (([LINEAR], ["cpu"], MSE, 0), (X, Y), ValueError, "1 stages and 0 micro-batches: need one"),
     (([LINEAR], ["cpu"], nn.MSELoss(reduction="none"), 2), (), ValueError, '"none" returns no'),
