@@ -75,14 +75,20 @@ class ChunkedLoss(nn.Module):
             for i, shard in enumerate(scatter((hidden, target), devices))
             for chunk in zip(*[part.split(self.chunk_size) for part in shard], strict=True)
         ]
-        criterion, weights = shares(self.criterion, self.count, [chunk[2:] for chunk in chunks])
+        targets = [(target,) for _, _, target in chunks]
+        criterion, weights = shares(self.criterion, self.count, targets)
         twice = self.recompute or getattr(criterion, "reduction", None) == "none"
         compute = compute_twice if twice else compute_at_once
-        calls, losses = [copies_for(devices, call) for call in (self.generator, criterion)], []
-        for i, call in enumerate(zip(*calls, strict=True)):
-            own = [(weights[n], *chunks[n][1:]) for n in weights if chunks[n][0] == i]
-            if own:
-                losses.append(to_device(compute(*call, own), devices[0], i, 0))
+        own = [[] for _ in devices]
+        for n, weight in weights.items():
+            i, *chunk = chunks[n]
+            own[i].append((weight, *chunk))
+        generators, criteria = (copies_for(devices, m) for m in (self.generator, criterion))
+        losses = [
+            to_device(compute(generators[i], criteria[i], own[i]), devices[0], i, 0)
+            for i in range(len(devices))
+            if own[i]
+        ]
         loss = put_together(criterion, losses, [1.0] * len(losses))
         return loss.reshape(places + loss.shape[1:]) if loss.dim() else loss
 

@@ -8,6 +8,7 @@ the sums inside layers are waited for. Notebook 07 uses this file.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -79,6 +80,15 @@ def profile(model: nn.Sequential, X: torch.Tensor) -> list[Layer]:
     return layers
 
 
+@dataclass
+class _Tally:
+    """What has been counted, inside or outside: operations, and bytes."""
+
+    flops: int = 0
+    parameters: int = 0
+    saved: int = 0
+
+
 class _Watch:
     """Notes what happens between ``Copy`` and ``Sum`` (inside), and what outside of them."""
 
@@ -88,8 +98,9 @@ class _Watch:
 
     def run(self, layer: nn.Module, X: torch.Tensor) -> tuple[Layer, torch.Tensor]:
         """Call a layer; return what it needs, and its output."""
-        self.flops, self.params, self.saved = [0, 0], [0, 0], {}  # [outside, inside]
-        self.sums, self.whole, self.counted = ([], []), {X.data_ptr()}, 0
+        self.tallies = {False: _Tally(), True: _Tally()}  # outside and inside
+        self.forward_sums, self.backward_sums = [], []  # bytes
+        self.saved, self.whole, self.counted = {}, {X.data_ptr()}, 0
         with (
             torch.enable_grad(),
             FlopCounterMode(display=False, custom_mapping=ATTENTION) as self.counter,
@@ -97,31 +108,36 @@ class _Watch:
         ):
             output = layer(X)
             self._count_flops()
-        saved = [0, 0]
         for address, (nbytes, inside) in self.saved.items():
             if address != output.data_ptr():  # that is the next layer's
-                saved[inside and address not in self.whole] += nbytes
-        flops, saved, forward_sums, backward_sums = (
-            tuple(number / len(X) for number in numbers)
-            for numbers in (self.flops, saved, *self.sums)
+                self.tallies[inside and address not in self.whole].saved += nbytes
+        outside, inside = self.tallies.values()
+        layer = Layer(
+            flops=(outside.flops / len(X), inside.flops / len(X)),
+            parameters=(outside.parameters, inside.parameters),
+            saved=(outside.saved / len(X), inside.saved / len(X)),
+            output=num_bytes(output) / len(X),
+            forward_sums=tuple(size / len(X) for size in self.forward_sums),
+            backward_sums=tuple(size / len(X) for size in self.backward_sums),
         )
-        size = num_bytes(output) / len(X)
-        return Layer(flops, tuple(self.params), saved, size, forward_sums, backward_sums), output
+        return layer, output
 
     def enter(self, part: nn.Module, inputs: tuple) -> None:
         """Note that a part of the model is called."""
         if isinstance(part, (Copy, Sum)):
             self._count_flops()
             self.inside = isinstance(part, Copy)
+            if not self.inside:
+                self.forward_sums.append(num_bytes(inputs[0]))
+            elif inputs[0].requires_grad:
+                self.backward_sums.append(num_bytes(inputs[0]))
             if self.inside:
                 self.whole.add(inputs[0].data_ptr())
-            if not self.inside or inputs[0].requires_grad:
-                self.sums[self.inside].append(num_bytes(inputs[0]))
-        self.params[self.inside] += sum(map(num_bytes, part.parameters(recurse=False)))
+        self.tallies[self.inside].parameters += sum(map(num_bytes, part.parameters(recurse=False)))
 
     def _count_flops(self) -> None:
         total = self.counter.get_total_flops()
-        self.flops[self.inside] += total - self.counted
+        self.tallies[self.inside].flops += total - self.counted
         self.counted = total
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
