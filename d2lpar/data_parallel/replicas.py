@@ -55,9 +55,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     for i in range(len(devices)):
         replaced = state if i else params  # replica 0 works on the module's own buffers
         twins = dict(zip(map(id, replaced), copies[i * len(state) :], strict=False))
-        replicas.append(_replica(module, twins))
-    for part, replica in zip(module.modules(), replicas[0].modules(), strict=True):
-        replica._buffers = part._buffers
+        replicas.append(_replica(module, twins, own_buffers=i > 0))
     return replicas
 
 
@@ -101,15 +99,15 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if is_low_precision(tensor.dtype) else tensor
 
 
-def _replica(module: nn.Module, twins: dict[int, Any]) -> nn.Module:
+def _replica(module: nn.Module, twins: dict[int, Any], own_buffers: bool) -> nn.Module:
     """Return a shallow copy of ``module`` and its submodules, with the twin of every tensor."""
     parts = list(module.modules())
     twins = twins | {id(part): object.__new__(part.__class__) for part in parts}
     for part in parts:
         replica = vars(twins[id(part)])
         replica.update({name: _twin(value, twins) for name, value in vars(part).items()})
-        for name in ("_parameters", "_buffers", "_modules"):  # forward may write to them
-            replica[name] = dict(replica[name])
+        for name in ["_parameters", "_modules"] + ["_buffers"] * own_buffers:
+            replica[name] = dict(replica[name])  # forward may write to it
     return twins[id(module)]
 
 

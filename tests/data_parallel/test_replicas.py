@@ -190,15 +190,17 @@ def test_running_statistics_go_on_with_the_first_shard():
 def test_what_a_replica_sets_on_itself_goes_with_it_but_for_the_buffers_of_the_first():
     def forward(self, X):
         self.last, self.training = X, False
-        self.seen = (0 if self.seen is None else self.seen) + X.new_tensor(len(X))
+        self.seen, self.empty.mask = self.seen + len(X), X
         return X
 
     inner = Apply(forward)
-    inner.register_buffer("seen", None)
-    data_parallel = DataParallel(nn.Sequential(inner), TWO)
-    for _ in range(2):
-        data_parallel(randn(5, 1))
-    assert not hasattr(inner, "last") and inner.training and inner.seen == 6
+    inner.register_buffer("seen", torch.tensor(0))
+    inner.empty = nn.Module()
+    inner.empty.register_buffer("mask", None)
+    for i, rows in ((1, 0), (0, 3), (1, 3), (0, 6)):
+        X = replicate(nn.Sequential(inner), TWO)[i](randn(3, 1))
+        assert inner.seen == rows and (inner.empty.mask is X) == (i == 0)
+    assert not hasattr(inner, "last") and inner.training
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
