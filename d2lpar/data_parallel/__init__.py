@@ -1,10 +1,10 @@
 """Data parallelism: a replica of the module on every device or rank, and a part of each batch.
 
-One process: ``scattering`` splits a batch and joins outputs, ``replicas`` calls copies of a module
-in threads, ``loss`` and ``chunks`` compute the loss in parts. Many processes: ``sampler`` deals out
-the examples, ``ddp`` averages gradients in backward, with ``ddp_arguments``, ``state_sharing``,
-``buckets``, ``reducer``, and ``uneven`` for ranks with fewer batches or rows. ``batch_norm`` takes
-its statistics over all ranks.
+In one process, read ``scattering`` (split a batch, join outputs), ``replicas`` (call copies of a
+module in threads), ``loss`` and ``chunks`` (a loss in parts). In many, read ``sampler``,
+``buckets``, ``reducer`` and ``ddp``, which averages gradients in backward; ``state_sharing`` gives
+all ranks the same start, ``ddp_arguments`` checks, ``uneven`` is for ranks with fewer batches or
+rows, and ``batch_norm`` takes its statistics over all ranks.
 """
 
 from .batch_norm import SyncBatchNorm

@@ -1,10 +1,10 @@
 """Collectives between ranks: processes that send each other tensors.
 
-``launcher`` starts ranks, and ``worker`` is what runs in one. A message travels over a
-``transport``: torch.distributed's messages (``nccl`` between GPUs), or ``lanes`` in shared memory.
-``members`` keeps what belongs to a group. In ``collectives`` all ranks first agree on what they do
-(``agreement``), then each makes its own moves of a schedule. ``point_to_point`` sends one tensor,
-and ``grid`` puts ranks in rows and columns.
+Read ``transport`` first: a message travels by torch.distributed's send and receive (``nccl``
+between GPUs), or over ``lanes`` in shared memory. Then ``agreement`` and ``collectives``: all ranks
+agree on what they do, and each makes its own moves of a schedule; ``members`` keeps what belongs to
+a group. ``point_to_point`` sends one tensor. ``launcher`` starts ranks, ``worker`` is what runs in
+one, and ``grid`` puts them in rows and columns.
 """
 
 from .agreement import agree

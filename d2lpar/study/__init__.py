@@ -1,4 +1,4 @@
-"""What only notebooks use: they measure and predict.
+"""What only notebooks use: they measure and predict. Read the files in any order.
 
 ``memory`` finds the peak and what backward keeps, ``iteration`` traces one iteration of each
 data-parallel form, ``splits`` predicts a step in each split of a network, and ``methods`` puts all
