@@ -1,8 +1,7 @@
 """Collectives in one process: a list of tensors, one per participant, and a schedule.
 
 A schedule is data: the steps, and in each step who sends which chunk to whom. Read ``schedules``
-first, then ``lists``, which runs a schedule on tensors, and ``cost``, which follows it with a
-clock.
+first, then ``lists``, which runs one on tensors, and ``cost``, which follows one with a clock.
 """
 
 from .cost import Cost, closed_form, walk

@@ -1,9 +1,8 @@
 """What a schedule costs: steps, bytes per participant and link, seconds on an alpha-beta model.
 
-The model is Hockney's (1994): a message of n bytes takes ``alpha + n * beta`` seconds. Within a
-step a participant sends its messages one after the other, and receives at the same time. The step
-takes as long as its busiest participant: counting steps would hide a hub's queue. The closed forms
-follow Thakur, Rabenseifner and Gropp (2005).
+The model is Hockney's (1994): a message of n bytes takes ``alpha + n * beta`` seconds. In a step a
+participant sends its messages one after the other, and receives at the same time; the busiest one
+decides how long the step takes. The closed forms follow Thakur, Rabenseifner and Gropp (2005).
 """
 
 from collections import defaultdict

@@ -1,8 +1,6 @@
 """Run a schedule on a list of tensors, one per device: allreduce, broadcast, and their parts.
 
-Everything here happens in one process, in place, the way the book writes ``allreduce(data)``.
-Messages between positions that share a memory need no copy: the receiver reads the sender's tensor,
-unless the same step writes to it. Notebook 03 builds ``run_schedule``.
+Everything happens in one process, as in the book. Notebook 03 builds ``run_schedule``.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,15 +39,11 @@ def check_allreduce(data, schedule=ring, op="sum") -> None:
 def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str = "sum") -> None:
     """Reduce in place: afterwards every tensor of ``data`` holds the reduction of all of them.
 
-    The sum, mean, max or min of finite numbers is equal to the last bit, on all devices and in
-    every run. float16 and bfloat16 (and narrower ones) travel and are reduced as float32, and are
-    rounded once, at the end.
-
-    Args:
-        data: one tensor per device, all of one shape and dtype, contiguous or not, that share no
-            memory; in ``no_grad`` if one requires gradients.
-        schedule: a function k -> steps, such as ``star``, ``ring`` or ``tree``.
-        op: "sum", "mean", "max", "min" or "product". Integers have no mean.
+    The tensors have one shape and dtype, and share no memory; they need not be contiguous. If one
+    requires gradients, call this in ``no_grad``. ``schedule`` is a function such as ``ring`` or
+    ``tree``; ``op`` is "sum", "mean" (not of integers), "max", "min" or "product". The sum, mean,
+    max or min of finite numbers is equal to the last bit, on all devices and in every run. float16,
+    bfloat16 and narrower types are sent and reduced as float32, and rounded once, at the end.
     """
     steps = checked_steps(schedule, len(data))
     flats = [flatten(tensor, widen=True) for tensor in data]
@@ -72,9 +66,8 @@ def ring_allreduce(data: Sequence[torch.Tensor]) -> None:
 def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
     """Reduce in place, and leave each device its part: return the shards, shard r on device r.
 
-    This is the first half of the ring. Shard r is ``data[r].tensor_split(len(data))[r]``, rows of
-    dimension 0, now reduced; the other rows of ``data[r]`` are left with partial results. A tensor
-    without a dimension counts as one row.
+    This is the first half of the ring. Shard r is ``data[r].tensor_split(len(data))[r]``; the other
+    rows of ``data[r]`` hold partial results. A tensor without a dimension counts as one row.
     """
     check_allreduce(data, op=op)
     k = len(data)
@@ -89,8 +82,7 @@ def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.
 def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return, for each device, all ``shards`` joined along dimension 0: a new tensor on each.
 
-    This is the second half of the ring. The shards may differ in their number of rows; one without
-    a dimension counts as a row.
+    This is the ring's second half. Shards may differ in length; one without a dimension is a row.
     """
     check_tensors(shards)
     shards = [torch.atleast_1d(shard.detach()) for shard in shards]
@@ -137,8 +129,7 @@ def run_schedule(
 def reducer(op: str, message_first: bool = False) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """Return the function that reduces its second tensor, a message, into its first.
 
-    The first operand is the lower participant's tensor, so that two that exchange a chunk compute
-    the same bits. The order shows only in the sign of a zero (max, min) or of NaN.
+    Its first operand is the lower participant's tensor, so two that exchange get the same bits.
     """
     function = OPS[op]
     if message_first:
@@ -228,8 +219,7 @@ def check_alike(values: Sequence, what: str) -> None:
 def check_memory(data: Sequence[torch.Tensor]) -> None:
     """Refuse an expanded tensor, and two tensors that overlap.
 
-    Of tensors that are not contiguous only those that begin at one place are seen: columns of a
-    matrix lie between each other, but share nothing.
+    It misses tensors that overlap if they are not contiguous and begin at different places.
     """
     for i, tensor in enumerate(data):
         if is_expanded(tensor):

@@ -1,12 +1,11 @@
 """Collectives as data: who sends which chunk to whom, at which step.
 
 A schedule is a function ``k -> steps`` for ``k`` participants. The steps happen one after the
-other; the moves of one step happen at the same time. Notebook 03 builds this file.
-
-Sources: the ring is Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations" (2009); halving and doubling is Rabenseifner, "Optimization of collective reduction
-operations" (2004); the binomial tree and recursive doubling are described by Thakur, Rabenseifner
-and Gropp, "Optimization of collective communication operations in MPICH" (2005).
+other; the moves of one step happen at the same time. Notebook 03 builds this file. Sources:
+Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009),
+for the ring; Rabenseifner, "Optimization of collective reduction operations" (2004), for halving
+and doubling; Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
+in MPICH" (2005), for the binomial tree and recursive doubling.
 """
 
 from collections import Counter
@@ -19,8 +18,7 @@ from typing import NamedTuple
 class Move(NamedTuple):
     """A message: ``src`` sends ``chunk`` to ``dst``, which reduces it into its own or takes it.
 
-    ``chunk`` is an int, a ``range`` of adjacent chunks sent as one message, or None for the whole
-    tensor. A schedule that names chunks cuts the tensor into 1 + the largest of them.
+    ``chunk`` is an int, a ``range`` of chunks sent as one message, or None for the whole tensor.
     """
 
     src: int
@@ -84,9 +82,8 @@ def direct(k: int) -> list[list[Move]]:
 def halving_doubling(k: int) -> list[list[Move]]:
     """Partners swap halves of what they still hold, then quarters, …, and back again.
 
-    For a power of two: 2·log2 k steps and the ring's bytes. Otherwise the p = 2^floor(log2 k) first
-    participants do that, after each of the others has added its tensor to the one p places before
-    it and before it is handed the result: two more steps, of whole tensors.
+    For a power of two: 2·log2 k steps and the ring's bytes. Otherwise the first 2^floor(log2 k) do
+    that; the others hand in whole tensors one step before, and get the result one step after.
     """
     p = 1 << (k.bit_length() - 1)
     fold = [Move(r, r - p, None, True) for r in range(p, k)]
@@ -105,8 +102,7 @@ def halving_doubling(k: int) -> list[list[Move]]:
 def recursive_doubling(k: int) -> list[list[Move]]:
     """Partners exchange whole tensors, and both add; then pairs of partners do, and so on.
 
-    For a power of two: log2 k steps of whole tensors, half as many as the tree has. Otherwise two
-    more for those beyond it, as in ``halving_doubling``.
+    floor(log2 k) steps of whole tensors, and two more unless k is a power of two.
     """
     p = 1 << (k.bit_length() - 1)
     fold = [Move(r, r - p, None, True) for r in range(p, k)]

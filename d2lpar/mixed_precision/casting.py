@@ -116,12 +116,11 @@ def map_tensors(function: Callable, x: Any) -> Any:
 class autocast(TorchFunctionMode):
     """A region in which torch's functions choose their precision, as ``torch.autocast`` is.
 
-    A context manager, or a decorator of a function. On a CPU, functions in the lists compute what
-    they compute under ``torch.autocast``, to the last bit, gradients included. Only tensors of
-    ``device_type`` are cast, and of those neither float64 nor integers. A float32 weight (a leaf
+    A context manager or a decorator. On a CPU, functions in the lists compute what they compute
+    under ``torch.autocast``, to the last bit, gradients included. Only tensors of ``device_type``
+    ("cpu" or "cuda") are cast, and of those neither float64 nor integers. A float32 weight (a leaf
     that requires gradients) is cast once, and its cast is forgotten at the end of the outermost
-    region: end it before ``backward``. Calls with ``out=`` and functions that work in place cast
-    nothing.
+    region: end it before ``backward``. Calls with ``out=`` and in-place functions cast nothing.
 
     A function mode sees the functions that Python calls, but not what those call inside. So
     ``nn.MultiheadAttention``, the recurrent layers, ``nn.Bilinear`` and others compute in float32,
@@ -130,14 +129,12 @@ class autocast(TorchFunctionMode):
     a CPU, where torch widens. ``torch.is_autocast_enabled`` says no. Recomputation by
     ``torch.utils.checkpoint`` needs ``use_reentrant=False`` and the region in its ``context_fn``.
 
-    Args:
-        device_type: "cpu" or "cuda", which differ in their lists.
-        dtype: torch.float16 or torch.bfloat16; None: as in the region around, or else bfloat16 on
-            CPUs, float16 on GPUs. Another type disables the region, with a warning.
-        enabled: False: nothing is cast inside, also within another region.
-        cache_enabled: whether casts of weights are kept; None: as in the region around.
-        emulate: compute products in float32, from arguments rounded to 16 bits, and round the
-            result, as tensor cores do: much faster on a CPU without 16-bit arithmetic.
+    ``dtype`` is torch.float16 or torch.bfloat16; None is that of the region around, or else
+    bfloat16 on CPUs, float16 on GPUs. Another type disables the region, with a warning. With
+    ``enabled=False`` nothing is cast, also within another region. ``cache_enabled`` is whether
+    casts of weights are kept; None is as in the region around. ``emulate`` computes products in
+    float32, from arguments rounded to 16 bits, and rounds the result, as tensor cores do: much
+    faster on a CPU without 16-bit arithmetic.
     """
 
     def __init__(

@@ -25,13 +25,9 @@ class GradScaler:
     One step is ``scaler.scale(loss).backward()``, ``scaler.step(optimizer)``, ``scaler.update()``.
     A step is skipped where a gradient is infinite or NaN. After ``growth_interval`` steps in a row
     that are not, the scale grows; after one that is, it backs off. With ``growth_factor`` and
-    ``backoff_factor`` 1 the scale is static.
-
-    Args:
-        device: taken as torch takes it, and not needed.
-        enabled: False: nothing is scaled or skipped.
-        group: whose ranks agree on whether a step is skipped: needed where they hold parts of one
-            model. None: this process decides alone, as is right after an average of gradients.
+    ``backoff_factor`` 1 the scale is static. The ranks of ``group`` agree on whether a step is
+    skipped: they must where they hold parts of one model. Without a group this process decides
+    alone, as is right after an average of gradients. ``device`` is not needed.
     """
 
     def __init__(
@@ -184,12 +180,11 @@ class GradScaler:
 def predivide(factor: float) -> Callable[..., torch.futures.Future[torch.Tensor]]:
     """Return a communication hook that averages, with a division by ``factor`` before the sum.
 
-    The sum is divided by k / factor, for k ranks. torch's DistributedDataParallel adds in float16,
-    of which the largest is 65,504: 64 gradients of 2,000 add up to more, and if each is divided by
-    64 first, small ones are rounded to zero. A factor of √k does half of either. It is apex's
-    ``gradient_predivide_factor``. Our own buckets widen 16 bits and need none of this.
-
-    For ``model.register_comm_hook(process_group, predivide(factor))`` of torch's class or ours.
+    It is for ``model.register_comm_hook(process_group, predivide(factor))`` of torch's class or
+    ours, and does what apex's ``gradient_predivide_factor`` does. The sum is divided by k / factor,
+    for k ranks. torch's DistributedDataParallel adds in float16, of which the largest is 65,504: 64
+    gradients of 2,000 add up to more, and if each is divided by 64 first, small ones are rounded to
+    zero. A factor of √k does half of either. Our own buckets widen 16 bits and need none of this.
     """
     if not 0 < factor < math.inf:
         raise ValueError(f"factor has to be positive, not {factor}")

@@ -1,9 +1,8 @@
 """Four levels of mixed precision, as NVIDIA's apex named them: O0, O1, O2 and O3.
 
-O1 is what became ``torch.autocast``. O2 keeps the parameters in 16 bits and trains a float32 copy
-of them, the master weights: 16 bits are too few to add a small step to a large weight. Notebook 08
-uses this file. Source: apex.amp, which NVIDIA deleted in May 2025; Micikevicius et al., "Mixed
-Precision Training" (ICLR 2018).
+O1 became ``torch.autocast``. O2 trains a float32 copy of 16-bit parameters, the master weights: 16
+bits are too few to add a small step to a large weight. Notebook 08 uses this file. Source: NVIDIA's
+apex.amp, deleted in May 2025; Micikevicius et al., "Mixed Precision Training" (ICLR 2018).
 """
 
 import math
@@ -93,12 +92,10 @@ def initialize(
     The float32 model is changed in place; wrap it in DistributedDataParallel afterwards, or in this
     module's DataParallel (replicas of torch's would call the original's forward). Its outputs are
     float32, in any structure of tuples, lists and dicts. In O2 the optimiser returned is a
-    ``MasterWeights`` around yours. A static scale also skips steps that overflow, and a dynamic one
-    has no ceiling; apex did not, and stopped at 2^24.
-
-    What is None is as the level has it. ``loss_scale`` may be "dynamic" or a number, which is kept;
-    1, which bfloat16 has by itself, scales nothing and skips no step. ``keep_batchnorm_fp32`` is
-    for O2 and O3, and ``emulate`` that of ``autocast``.
+    ``MasterWeights`` around yours. What is None is as the level has it. ``loss_scale`` may be
+    "dynamic" or a number, which is kept; 1, which bfloat16 has by itself, scales nothing and skips
+    no step. Unlike in apex, any other number also skips steps that overflow, and "dynamic" may grow
+    beyond 2^24. ``keep_batchnorm_fp32`` is for O2 and O3, ``emulate`` that of ``autocast``.
     """
     level = LEVELS[opt_level]
     casts_model = level.cast_model_type in LOW_DTYPES

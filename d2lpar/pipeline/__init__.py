@@ -1,8 +1,7 @@
 """Pipelines: a model cut into stages, and batches cut into micro-batches, so that nobody idles.
 
-Read ``schedules`` first: which stage does what when. ``partition`` cuts a model, ``stages`` is what
-a stage does with a micro-batch, ``local`` runs a schedule on the devices of one process, and
-``distributed`` between ranks.
+Read ``schedules`` first: which stage does what when. ``partition`` cuts a model, ``stages`` runs a
+stage, ``local`` runs a schedule in one process, and ``distributed`` between ranks.
 """
 
 from .distributed import DistributedPipeline

@@ -1,8 +1,7 @@
 """A pipeline between ranks: each has one stage, and sends on what it has computed.
 
-A rank makes its own actions of a schedule in their order. It waits for what an action needs; a
-thread sends the result, so that no stage waits for another one to be ready. Notebook 06 uses this
-file. Source: the schedules of ``torch.distributed.pipelining``.
+Each rank runs its own actions in order; a thread sends the results, so no stage waits for a
+receiver. Notebook 06 uses this file. Source: the schedules of ``torch.distributed.pipelining``.
 """
 
 import weakref
@@ -37,19 +36,13 @@ from .stages import Stage, call
 class DistributedPipeline(nn.Module):
     """The stage of one rank; ``forward_backward`` on all ranks makes one training step's gradients.
 
-    Rank r of the group has stage r. What ``Pipeline`` says of micro-batches, of the loss and of
-    BatchNorm, and its other arguments and attributes, holds here, too. In the schedule neighbours
-    must work on micro-batches in the same order. If the group's backend is NCCL, which wants sends
-    and receives in pairs, messages go through a gloo group. On GPUs, call it in the default stream;
-    not run on a GPU. Copy ``.stage``, not this.
-
-    Args:
-        stage: this rank's layers, on the device where they are to be computed.
-        group: None: all ranks.
-        timeout: seconds to wait for a message; None: the group's.
-
-    Raises:
-        MismatchError: on every rank, when schedule or number of micro-batches differ.
+    Rank r of the group has stage r: ``stage`` is that module, on the device that computes it. What
+    ``Pipeline`` says of micro-batches, of the loss and of BatchNorm, and its other arguments and
+    attributes, holds here, too. All ranks need the same schedule and number of micro-batches, or
+    each raises MismatchError; neighbours must work on micro-batches in the same order. ``timeout``
+    is how many seconds to wait for a message; None is the group's. If the group's backend is NCCL,
+    which wants sends and receives in pairs, messages go through a gloo group. On GPUs, call it in
+    the default stream; not run on a GPU. Copy ``.stage``, not this.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
 """A model split over devices by layers: first plainly, then as a pipeline, in one process.
 
-In ``SplitModel`` only one device works at a time. ``Pipeline`` follows a schedule, so that devices
-can work at the same time: on GPUs, whose calls return at once. There all work is in the default
-streams, so a copy between two GPUs waits for what is queued on both; torchgpipe gives copies their
-own streams. Not run on a GPU. Notebook 06 builds this file. Source: Huang et al., GPipe (2019), and
-Kim et al., "torchgpipe" (2020).
+In ``SplitModel`` only one device works at a time. In ``Pipeline`` GPUs can work at the same time,
+since their calls return at once. All work is in the default streams, so a copy between GPUs waits
+for what is queued on both; torchgpipe gives copies their own streams. Not run on a GPU. Notebook 06
+builds this file. Source: Huang et al., GPipe (2019), and Kim et al., "torchgpipe" (2020).
 """
 
 import time
@@ -48,25 +47,21 @@ class Pipeline(SplitModel):
     """The same model, trained in micro-batches that follow a schedule.
 
     ``forward_backward`` does what ``criterion(model(X), y).backward()`` does with the whole model,
-    up to rounding, also where the last micro-batches are one row shorter or have none, and for a
-    criterion that ignores targets or weighs classes. BatchNorm is the exception: in training it
-    normalises each micro-batch with its own mean and variance, and updates its running statistics
-    m times. The call ``pipeline(X)`` is the plain split, for evaluation.
+    up to rounding, also for a criterion that ignores targets or weighs classes. BatchNorm is the
+    exception: in training it normalises each micro-batch with its own mean and variance, and
+    updates its running statistics m times. The call ``pipeline(X)`` is the plain split, for
+    evaluation. Set ``timeline`` to a list, and each action adds a ``Span``: on GPUs that is when
+    the calls were made, not when the work was done. ``peak_live`` is the largest number of
+    micro-batches whose activations each stage kept at once, in the last batch.
 
     Args:
-        stages: modules, as ``cut`` returns; a stage takes one tensor and returns one.
-        devices: one per stage.
+        stages: one per device, as ``cut`` returns them; a stage takes one tensor and returns one.
+        devices: where the stages are moved.
         criterion: called with (output, target), on the last device; a module is moved there.
-        num_microbatches: into how many parts a batch is cut, which differ by at most one row; a
-            batch with fewer rows makes as many as it has rows.
+        num_microbatches: in a batch; fewer if it has fewer rows. They differ by at most one row.
         schedule: such as ``gpipe``; any other is checked, see ``check_pipeline``.
         recompute: whether a stage keeps only its inputs and outputs, and computes the rest again.
         count: see ``DataParallelCriterion``.
-
-    Attributes:
-        timeline: set it to a list, and each action adds a ``Span``. On GPUs that is when the calls
-            were made, not when the work was done.
-        peak_live: of how many micro-batches each stage kept activations at most, in the last batch.
     """
 
     def __init__(
@@ -147,8 +142,7 @@ class LocalMail:
 class Losses:
     """The loss of each micro-batch, weighted so that they add up to the loss of the batch.
 
-    A mean is weighted by the micro-batch's share of what the whole mean is divided by, usually of
-    the rows: the mean of the means would give those of a short micro-batch too much weight.
+    A mean is weighted by the micro-batch's share of the whole mean's divisor, usually of its rows.
     """
 
     def __init__(self, criterion: Callable, count: Count | None, y_parts: Sequence[torch.Tensor]):

@@ -1,11 +1,9 @@
 """Pipelines as data: which stage does what with which micro-batch, and when.
 
-A pipeline schedule is a function ``(num_stages, num_microbatches) -> ticks``. Ticks follow each
-other; the actions of one tick happen at the same time.
-
-Notebook 06 builds this file. Sources: Huang et al., "GPipe: Efficient Training of Giant Neural
-Networks using Pipeline Parallelism" (2019); one forward, one backward is PipeDream-Flush of
-Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021).
+A pipeline schedule is a function ``(num_stages, num_microbatches) -> ticks``. The actions of one
+tick happen at the same time. Notebook 06 builds this file. Sources: Huang et al., "GPipe: Efficient
+Training of Giant Neural Networks using Pipeline Parallelism" (2019); one forward, one backward is
+PipeDream-Flush of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021).
 """
 
 from collections import defaultdict
@@ -68,8 +66,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> list[list[Action]]:
 def one_f_one_b(num_stages: int, num_microbatches: int) -> list[list[Action]]:
     """Each stage runs backward as soon as it can, then forward again, in turn: 1F1B.
 
-    As many ticks as ``gpipe``, but stage s of p keeps the activations of at most p - s
-    micro-batches, however many there are.
+    As many ticks as ``gpipe``, but stage s of p keeps activations of at most p - s micro-batches.
     """
     p = num_stages
     ticks = [[] for _ in range(2 * (num_microbatches + p - 1))]
@@ -187,8 +184,7 @@ def predict(
 def bubble(spans: Iterable[Span]) -> float:
     """Return the idle part of the stages' time, 0 to 1, from the first start to the last end.
 
-    For p stages that take equally long and m micro-batches in ``gpipe`` or ``one_f_one_b`` it is
-    (p - 1)/(m + p - 1).
+    With m micro-batches and p equal stages it is (p - 1)/(m + p - 1) in ``gpipe`` and 1F1B.
     """
     spans = list(spans)
     duration = max(span.end for span in spans) - min(span.start for span in spans)

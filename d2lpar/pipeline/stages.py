@@ -12,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 class Stage:
     """What one stage does with the micro-batches of a batch, forward and backward apart.
 
-    ``live`` holds, for each micro-batch between the two, what the backward pass needs: the stage's
-    input, and its output with autograd's graph behind it. ``finish`` is what the last stage does
-    with a micro-batch's number and output: the loss.
+    ``live`` stores what backward needs of each micro-batch: the stage's input, and its output with
+    autograd's graph. On the last stage, ``finish(i, output)`` returns the loss of micro-batch i.
     """
 
     def __init__(self, module: nn.Module, recompute: bool = False, finish: Callable | None = None):

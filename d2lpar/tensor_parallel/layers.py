@@ -1,8 +1,7 @@
 """Layers cut in parts: every rank has some columns, or some rows, of a weight.
 
-Two operators make it work. Forward ``copy_to_group`` does what ``reduce_from_group`` does backward,
-and the other way round. Notebook 07 builds this file. Source: Shoeybi et al., "Megatron-LM" (2019),
-where the two are called f and g.
+Forward ``copy_to_group`` does what ``reduce_from_group`` does backward, and the other way round:
+they are f and g of Shoeybi et al., "Megatron-LM" (2019). Notebook 07 builds this file.
 """
 
 from functools import partial

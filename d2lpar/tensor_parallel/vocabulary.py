@@ -48,16 +48,11 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Return ``F.cross_entropy`` of the whole logits, on every rank, without gathering them.
 
+    ``logits`` are (…, own classes), as ``ColumnParallelLinear(…, num_classes)`` returns them.
+    ``target`` (…) is equal on all ranks: classes from 0 to num_classes - 1, counted over all ranks.
+    The "mean" is over the targets that are not ``ignore_index``, whose loss and gradient are 0.
     Sends 3 numbers per row forward, in two allreduces, and nothing backward. Computes in float32
     (or float64), and keeps the probabilities of the rank's own classes for backward.
-
-    Args:
-        logits: (…, own classes), as ``ColumnParallelLinear(…, num_classes)`` returns.
-        target: (…), the same on all ranks: classes from 0 to num_classes - 1.
-        num_classes: of all ranks together.
-        group: None: all ranks.
-        reduction: "mean" over the targets that are not ignored, "sum" or "none".
-        ignore_index: the target whose loss and gradient are 0.
     """
     kept = target != ignore_index
     begin, _ = own_classes(num_classes, group)
