@@ -1,10 +1,9 @@
 """Data parallelism: a replica of the module on every device or rank, and a part of each batch.
 
-One process: ``scattering`` splits a batch and joins outputs, ``replicas`` calls copies of a module
-in threads, ``loss`` and ``chunks`` compute the loss in parts. Many processes: ``sampler`` deals out
-the examples, ``ddp`` averages gradients in backward, with ``ddp_arguments``, ``state_sharing``,
-``buckets``, ``reducer``, and ``uneven`` for ranks with fewer batches or rows. ``batch_norm`` takes
-its statistics over all ranks.
+One process: ``scattering`` splits a batch and joins outputs, ``replicas`` calls copies of a module,
+``loss`` and ``chunks`` compute the loss in parts. Many processes: ``sampler`` deals out examples;
+``ddp`` averages gradients, with ``ddp_arguments``, ``state_sharing``, ``buckets``, ``reducer``, and
+``uneven`` for ranks with fewer batches or rows; ``batch_norm`` takes all ranks' statistics.
 """
 
 from .batch_norm import SyncBatchNorm
