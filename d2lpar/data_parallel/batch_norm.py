@@ -1,9 +1,8 @@
 """Batch normalisation over the rows of all ranks.
 
-In data-parallel training, BatchNorm takes the mean and variance of one rank's rows: the network is
-no longer that of one device. ``SyncBatchNorm`` takes them of all rows, by two sums. The mean of
-squares minus the square of the mean would need one, but loses its digits where the mean is large.
-Notebook 09 builds this file. Source: ``torch.nn.SyncBatchNorm``, which needs GPUs.
+Ordinary BatchNorm sees one rank's rows. ``SyncBatchNorm`` takes the mean and variance of all rows,
+by two sums: the mean of squares minus the squared mean needs one, but loses digits where the mean
+is large. Notebook 09 builds this file. Source: ``torch.nn.SyncBatchNorm``, which needs GPUs.
 """
 
 import torch
@@ -34,10 +33,9 @@ class SyncBatchNorm(_BatchNorm):
     """BatchNorm with the mean and variance over the rows of all ranks, which may differ in number.
 
     In evaluation, on one rank, and without a process group it is ``nn.BatchNorm``. In training all
-    ranks must call it equally often: where one has fewer batches, give DistributedDataParallel's
-    ``join`` its ``throw_on_early_termination``. Where ranks differ in their rows, weight each
-    rank's loss by rows · k / all rows, and not its gradients (``weight="rows"`` is refused): they
-    contain the other ranks' losses. Arguments are those of ``torch.nn.SyncBatchNorm``.
+    ranks must call it equally often: where one has fewer batches, give ``join`` its
+    ``throw_on_early_termination``. Where ranks differ in rows, weight each rank's loss by rows · k
+    / all rows. Gradients contain other ranks' losses, so ``weight="rows"`` is refused.
     """
 
     def __init__(

@@ -13,10 +13,9 @@ from torch import nn
 class Bucket:
     """Gradients side by side in one flat tensor, which travels as one message.
 
-    Those of 16 bits lie in it as float32, and are rounded once, when they come out again. Behind
-    them the last bucket has the *manifest*: for each parameter of all buckets, how many ranks have
-    used it; then the sum of all ranks' weights. For communication hooks a bucket has the methods of
-    torch's ``GradBucket``.
+    Gradients of 16 bits lie in it as float32, and are rounded once, when they come out. After them
+    the last bucket has the *manifest*: how many ranks have used each parameter of all buckets, then
+    the sum of all ranks' weights. Communication hooks find the methods of torch's ``GradBucket``.
     """
 
     def __init__(self, number: int, params: list[nn.Parameter], manifest_size: int = 0):

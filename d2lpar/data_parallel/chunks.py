@@ -32,17 +32,15 @@ def check_positions(hidden: torch.Tensor, target: torch.Tensor, **_) -> None:
 class ChunkedLoss(nn.Module):
     """``criterion(generator(hidden), target)`` in chunks, so that the full logits never exist.
 
-    The positions are dealt out to the devices, and go through ``generator``, which maps (n, d) to
-    (n, classes) and is on ``devices[0]``, and ``criterion``, ``chunk_size`` at a time. A chunk's
-    gradients are computed at once, and its logits forgotten; ``backward`` only scales the
-    gradients. Hooks and functions inside the generator therefore see gradients of the loss itself,
-    whatever it is multiplied by afterwards. ``count`` is that of ``DataParallelCriterion``.
+    The devices share the positions, and take ``chunk_size`` at a time through ``generator``, which
+    is on ``devices[0]`` and maps (n, d) to (n, classes), and ``criterion``. A chunk's gradients are
+    computed at once, and its logits forgotten; ``backward`` only scales the gradients: hooks and
+    functions in the generator see them unscaled. For ``count`` see ``DataParallelCriterion``.
 
-    With ``recompute``, ``backward`` computes the logits again, with the same random numbers, and
-    then the gradients. That takes longer, but a loss that waits for its backward holds no
-    gradients, and there are second derivatives. It is also done where gradients cannot be had at
-    once: in float16, whose gradients a ``GradScaler`` scales first; for ``reduction="none"``; and
-    where the loss depends on more than ``hidden`` and parameters.
+    With ``recompute``, ``backward`` computes the logits again, with the same random numbers. That
+    takes longer, but a loss that waits for its backward holds no gradients, and it has second
+    derivatives. It is always done in float16, whose gradients a ``GradScaler`` scales first, for
+    ``reduction="none"``, and where the loss depends on more than ``hidden`` and parameters.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """DistributedDataParallel: a replica on each rank, and gradients averaged in backward.
 
-First the naive version: one allreduce for each parameter, once backward is over. The other leaves
-that to a ``Reducer``, which sends while backward still runs. Notebook 05 builds this file. Sources:
-Li et al. (see ``buckets``), and ``torch.nn.parallel.DistributedDataParallel``.
+The naive version sends after backward, the other's ``Reducer`` during it. Notebook 05 builds this
+file. Sources: Li et al. (see ``buckets``), and ``torch.nn.parallel.DistributedDataParallel``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,25 +58,19 @@ class DistributedDataParallel(nn.Module):
     gradients must be registered before, since a gradient may be sent as soon as it is there. The
     first three objects get lanes, further ones send messages. ``output_device``, ``dim``,
     ``find_unused_parameters``, ``static_graph``, ``check_reduction`` and ``batched_grad_copy`` make
-    no difference. Arguments that are not named here are refused. ``weight`` is ours.
+    no difference. Arguments that are not named here are refused. ``weight`` is ours, and so is
+    ``timeline``: set this attribute to a list to get (bucket, begin, end) in seconds per message.
 
     Args:
         device_ids: None, or a list of the one GPU on which the module is; inputs are moved to it.
-        broadcast_buffers: whether buffers become rank 0's, now and before each forward pass that
-            follows one with gradients; None: yes.
-        init_sync: whether to compare the ranks' modules, which must have the same parameters and
-            buffers, and to copy rank 0's state, now.
+        broadcast_buffers: unless False, buffers become rank 0's, now and before each forward pass
+            that follows one with gradients; for these, ``forward_sync_buffers`` takes its place.
+        init_sync: whether to check that the ranks' modules are alike, and copy rank 0's state.
         bucket_cap_mb: the size of a bucket in MiB, None: 25; a larger parameter has its own.
-        gradient_as_bucket_view: gradients are views of the buckets, which saves a copy, and are
-            written over in the next backward pass.
-        forward_sync_buffers: takes the place of ``broadcast_buffers`` for the forward passes.
+        gradient_as_bucket_view: saves a copy: gradients are views, which the next pass overwrites.
         weight: "equal": the mean over ranks, as in torch. "rows": each rank counts by its rows
             (dimension 0 of forward's first tensor): the mean over a rank's rows becomes the mean
             over all rows. The rows of several forward passes add up, until one backward pass ends.
-
-    Attributes:
-        require_backward_grad_sync: what ``no_sync`` sets to False.
-        timeline: None; a list here is given (bucket, begin, end) in seconds for each message.
     """
 
     @checked(check_arguments)
@@ -126,7 +119,6 @@ class DistributedDataParallel(nn.Module):
         self._attach()
 
     def _attach(self) -> None:
-        """Give the parameters their hooks."""
         named = list(self.module.named_parameters())
         self._frozen = [(name, param) for name, param in named if not param.requires_grad]
         self._join: Join | None = None
@@ -174,9 +166,8 @@ class DistributedDataParallel(nn.Module):
     def register_comm_hook(self, state: Any, hook: Callable) -> None:
         """Let ``hook(state, bucket)`` reduce each bucket, and return a ``torch.futures.Future``.
 
-        The future's tensor takes the place of ``bucket.buffer()``, which is not yet divided by the
-        number of ranks. Backward calls the hook for one bucket after the other, and waits for each
-        future no longer than the group's time limit.
+        The future's tensor replaces ``bucket.buffer()``, which is not yet divided by the number of
+        ranks. Backward waits for each future no longer than the group's time limit.
         """
         if not callable(hook):
             raise TypeError(f"hook must be a function, not {hook!r}")
@@ -206,12 +197,11 @@ class DistributedDataParallel(nn.Module):
     ) -> Iterator[None]:
         """Let ranks have different numbers of batches, for the loop that is inside.
 
-        A rank that has left the loop goes on to send zeros until all have left; then all take the
-        parameters of a rank that was among the last, and its buffers if they are broadcast. The sum
-        of gradients is divided by the number of all ranks, or, unless
-        ``divide_by_initial_world_size``, of those that still have batches; with ``weight="rows"``
-        by the rows. If ``throw_on_early_termination``, all raise a RuntimeError as soon as one has
-        left. Every forward pass with gradients must be followed by its backward pass.
+        A rank that has left the loop sends zeros until all have. Then all take the parameters of
+        one of the last, and its buffers if they are broadcast. Gradients are divided by the number
+        of all ranks or, unless ``divide_by_initial_world_size``, of those that still have batches;
+        with ``weight="rows"`` by the rows. With ``throw_on_early_termination``, all raise a
+        RuntimeError once one has left. A forward pass with gradients must have its backward pass.
         """
         if not enable:
             yield

@@ -1,8 +1,7 @@
 """A loss computed in parts, on several devices, and put together as if on one.
 
-The mean of the parts' means is not the mean of the whole, unless all parts count the same. So each
-part is weighted by the number that its own mean was divided by; ``chunks`` does so, too. Notebook
-04 builds this file. Source: H. Zhang's PyTorch-Encoding (which takes the mean of means).
+Each part's mean is weighted by the number that it was divided by. Notebook 04 builds this file.
+Source: H. Zhang's PyTorch-Encoding, which takes the plain mean of the parts' means.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,13 +61,11 @@ def check_outputs(self: "DataParallelCriterion", outputs, targets) -> None:
 class DataParallelCriterion(nn.Module):
     """A loss of outputs that lie on several devices: the loss that one device would have computed.
 
-    Called with the list that ``DataParallelModel`` returns, and with the targets of the whole
-    batch, it scatters the targets, computes each part where its output is, and puts the parts
-    together on ``devices[0]``: by ``criterion.reduction``, "none" joins them and "sum" adds them;
-    for "mean" each counts by its share of the number that the mean is divided by. That is known of
-    torch's own losses. For any other criterion pass ``count``: target, … -> that number.
-
-    Without ``devices``, the whole batch is one output. The rows are dimension ``dim``.
+    Called with the outputs of ``DataParallelModel`` and the whole batch's targets, it computes each
+    part where its output is, and puts them together on ``devices[0]`` by ``criterion.reduction``:
+    "none" joins them, "sum" adds them, "mean" weights each by its share of the number that the mean
+    is divided by. That is known of most torch losses; for others pass ``count``: target, … -> that
+    number. Without ``devices``, the batch is one output. The rows are dimension ``dim``.
     """
 
     def __init__(

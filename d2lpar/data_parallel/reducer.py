@@ -1,10 +1,8 @@
 """The reducer: averages gradients between ranks while backward still runs.
 
 A hook of each parameter notes that its gradient is there. As soon as a *bucket* has all of its own,
-it is filled, and a communication thread sends it. When backward ends, the reducer waits for the
-thread and hands the averages out. Buckets follow the order in which backward is expected to make
-gradients, the reverse of the parameters'. Notebook 05 uses this file. Sources: Li et al. (see
-``buckets``), and torch's ``Reducer``.
+a communication thread sends it. When backward ends, the reducer waits for the thread and hands out
+the averages. Notebook 05 uses this file. Sources: Li et al. (see ``buckets``), torch's ``Reducer``.
 """
 
 import time
@@ -35,9 +33,8 @@ AVERAGES = "averages"  # such a pass is running, and will call _end
 class Reducer:
     """Averages the gradients of ``params`` in each backward pass that a forward pass has announced.
 
-    It lives as long as its owner, or as the graph of the tensors that it was told to ``expect``;
-    its hooks, thread and line go with it. On a GPU messages have their own stream, which waits for
-    the gradients' streams, and for which the caller's waits. That was not run on a GPU.
+    It lives as long as its owner, or the graph of tensors it was told to ``expect``; its hooks,
+    thread and line go with it. On GPUs, where it was not run, messages have their own stream.
     """
 
     def __init__(
@@ -126,7 +123,6 @@ class Reducer:
             self._send(self.buckets[len(self._sent)])
 
     def _send(self, bucket: Bucket, absent: bool = False) -> None:
-        """Fill a bucket, and hand it to the communication thread."""
         weight = 0 if absent else 1 if self.comm_hook else self._weight  # hooks divide themselves
         with self._beside(bucket):
             bucket.fill(weight)

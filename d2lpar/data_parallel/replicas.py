@@ -1,9 +1,8 @@
 """DataParallel: one process, a thread for each device, a module copied again for every batch.
 
-``scatter`` the batch, ``replicate`` the module, ``parallel_apply`` the replicas to the shards: that
-is ``DataParallelModel``. ``DataParallel`` goes on to ``gather`` the outputs. Notebook 04 builds
-this file. Source: ``torch.nn.parallel.DataParallel`` and its parts, which need GPUs; the form
-without a gather is that of H. Zhang's PyTorch-Encoding.
+``DataParallelModel`` scatters the batch, replicates the module and calls the replicas in threads;
+``DataParallel`` also gathers the outputs. Notebook 04 builds this file. Sources:
+``torch.nn.parallel.DataParallel``, which needs GPUs; without a gather, H. Zhang's PyTorch-Encoding.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,10 +42,8 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     A replica has its own copies of parameters and buffers, also in lists and dicts of them and of
     submodules, and shares everything else with the module. Tied parameters stay tied. Replica 0
     works on the module's own buffers, so that running statistics go on. What a replica sets on
-    itself in ``forward`` goes with it.
-
-    The gradients are added up on ``devices[0]``, where the module is, in the order of the devices,
-    so that equal ones always have the same sum, to the last bit; 16-bit ones as float32.
+    itself in ``forward`` is lost. Gradients are added up on ``devices[0]``, where the module is,
+    16-bit ones as float32, in device order: equal ones have the same sum to the last bit.
     """
     devices = check_devices(devices)
     params, buffers = list(module.parameters()), list(module.buffers())
@@ -129,12 +126,11 @@ def parallel_apply(
 ) -> list[Any]:
     """Call each module with its inputs, in its own thread; return the outputs in order.
 
-    The caller's own thread takes the first. ``inputs[i]`` is the tuple or list of the arguments of
-    ``modules[i]``, or its only argument. Every thread has the caller's grad mode, inference mode,
-    autocast and ledger; what else torch keeps for each thread, such as hooks on saved tensors,
-    holds for the first module only. On a CPU all draw from one random generator, in no certain
-    order. When modules fail, the first one's error is raised after all have ended, with a note that
-    says where it was.
+    ``inputs[i]`` is the tuple or list of the arguments of ``modules[i]``, or its only argument.
+    Every thread has the caller's grad mode, inference mode, autocast and ledger; what else torch
+    keeps per thread, such as hooks on saved tensors, holds only for the first module, in the
+    caller's own thread. On a CPU all draw from one random generator, in no certain order. When
+    modules fail, the first one's error is raised after all have ended; a note says where it was.
     """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
     calls, contexts = [], [copy_context() for _ in modules]
@@ -191,15 +187,14 @@ def _device_of(module: Callable, *args: Any) -> torch.device:
 class DataParallelModel(nn.Module):
     """A module on several devices, whose outputs stay where they were computed.
 
-    Called with a batch, it returns a list of outputs, one for each device that had rows: what
-    ``DataParallelCriterion`` takes. Gradients flow to ``module``, which is on the first device.
-    What mixes the rows of a batch, such as BatchNorm in training, sees those of its device only.
+    Called with a batch, it returns a list of outputs, one for each device that had rows, for
+    ``DataParallelCriterion``. Gradients flow to ``module``, on the first device. What mixes rows,
+    such as BatchNorm in training, sees those of its device. The rows are dimension ``dim``.
 
-    ``device_ids`` are devices, their names, or numbers of GPUs. One that is named several times has
-    several replicas, so that ``["cpu"] * 3`` are three virtual devices. None: all GPUs. Without any
-    GPU, None and numbers mean what they mean in torch: the module itself is called, with the whole
-    batch. The rows are dimension ``dim``. The attribute ``device_ids`` is what torch's is;
-    ``devices`` are the devices themselves.
+    ``device_ids`` are devices, their names, or numbers of GPUs; None: all GPUs. One that is named
+    several times has several replicas: ``["cpu"] * 3`` are three virtual devices. Without any GPU,
+    None and numbers mean the same as in torch: the module itself is called, with the whole batch.
+    The attribute ``device_ids`` is what torch's is; ``devices`` are the devices themselves.
     """
 
     def __init__(self, module: nn.Module, device_ids: Sequence | None = None, dim: int = 0):

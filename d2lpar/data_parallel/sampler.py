@@ -16,11 +16,10 @@ from torch.utils.data import Sampler
 class DistributedSampler(Sampler[int]):
     """The indices of the examples of one rank, for a ``DataLoader``'s ``sampler=``.
 
-    They are torch's: all ranks have equally many; where the examples do not suffice, the order is
-    continued from its beginning, or, with ``drop_last``, cut short. With ``pad=False``, which is
-    ours, no example is repeated, and a rank may have one less than rank 0, and so a batch less: use
-    ``DistributedDataParallel.join``. Call ``set_epoch`` before every epoch: without it, every pass
-    has the same order.
+    They are torch's: all ranks have equally many; if examples do not suffice, the order starts
+    again or, with ``drop_last``, is cut short. With ``pad=False``, which is ours, none is repeated,
+    and a rank may have one less than rank 0, so a batch less: use ``DistributedDataParallel.join``.
+    Call ``set_epoch`` before every epoch: without it, every epoch has the same order.
     """
 
     def __init__(

@@ -26,10 +26,9 @@ def check_scatter(inputs: Any, devices: Sequence[torch.device], dim: int) -> Non
 def scatter(inputs: Any, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
     """Split every tensor of ``inputs`` along ``dim``; return a list of what each device gets.
 
-    Tuples, lists and dicts, nested in any way, are rebuilt around the shards; what is no tensor
-    goes to every device by reference. The shards differ by at most one row and keep the order; with
-    fewer rows than devices the last ones are empty. A single device gets all as it is, several only
-    tensors of one size along ``dim``. Gradients flow back.
+    Nested tuples, lists and dicts are rebuilt around the shards; other values go to every device by
+    reference. Shards keep the order and differ by at most one row, so the last may be empty. One
+    device gets all as it is, several only tensors of one size along ``dim``. Gradients flow back.
     """
     devices = check_devices(devices)
     k = len(devices)
@@ -81,9 +80,8 @@ def check_gather(outputs: Sequence[Any], **_) -> None:
 def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     """Join the outputs of several devices on ``device``: the reverse of ``scatter``.
 
-    Tensors are joined along ``dim``; those without dimensions become a vector. Tuples, lists and
-    dicts, nested in any way, are rebuilt around the results. Strings, numbers and None must be the
-    same on all devices, and nothing else may be among them. Gradients flow back.
+    Tensors without dimensions become a vector. Tuples, lists and dicts may be nested. Strings,
+    numbers and None must be the same on all devices; nothing else is allowed. Gradients flow back.
     """
     first = outputs[0]
     if isinstance(first, torch.Tensor):

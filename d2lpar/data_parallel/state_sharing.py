@@ -21,8 +21,7 @@ def share_state(
 ) -> None:
     """Check that all ranks have the same module, and copy rank 0's state into it in place.
 
-    Rank 0 is the first one of ``group``. Where modules differ, every rank raises a ValueError that
-    names the first difference.
+    Rank 0 is the first of ``group``. All raise a ValueError that names the first difference.
     """
     state = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
     mine = "\n".join(f"{name}, {_describe(tensor)}" for name, tensor in state)
