@@ -1,9 +1,8 @@
 """Checkpoints: one file that survives a kill, and that is loaded bit for bit or not at all.
 
-A job that is killed while it writes over its only checkpoint has lost the old one and the new one.
-So the new one is written beside the old one and brought to the disk (fsync), and only then takes
-its name, in one step (rename). For the order of these steps see Pillai et al., "All File Systems
-Are Not Created Equal: On the Complexity of Crafting Crash-Consistent Applications" (OSDI 2014).
+A job that is killed while it writes over its only checkpoint loses the old one and the new one. So
+the new one is written beside it and brought to the disk (fsync), and only then takes its name, in
+one step (rename): see Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014).
 
 The format is safetensors (https://github.com/huggingface/safetensors): nothing is pickled, so
 loading runs no code from the file. Its metadata hold the rest, as JSON, and a SHA-256 of that and
@@ -55,13 +54,9 @@ def save_checkpoint(
     file or the new one whole, and perhaps beside it a ``<name>.<32 hex digits>.tmp``, which can be
     deleted. A save that raises leaves no such file. Of several saves at once, one wins.
 
-    Args:
-        path: the file to write, in a folder that exists; if it is a symbolic link, its target.
-        tensors: by name, dense, on any device. Two that share memory, such as tied weights, are
-            both written, and are two tensors when loaded.
-        info: any other information, such as the step: whatever JSON brings back as it is.
-
-    Raises CheckpointError if the file cannot be written: no such folder, the disk is full, ...
+    The folder of ``path`` exists; a symbolic link stays, and its target is replaced. Tensors are
+    dense, on any device; two that share memory, such as tied weights, are two when loaded. ``info``
+    is whatever else JSON brings back as it is. CheckpointError: the file cannot be written.
     """
     # safetensors takes only tensors that are contiguous and have memory of their own
     copy = {"copy": True, "memory_format": torch.contiguous_format}

@@ -122,12 +122,10 @@ def load_data_fashion_mnist(
 ) -> tuple[Minibatches, Minibatches]:
     """Return ``(train_iter, test_iter)``: Fashion-MNIST's 60,000 and 10,000 examples, in batches.
 
-    Args:
-        batch_size: examples in a minibatch.
-        root: the folder with the four files. None: what the environment variable D2LPAR_DATA
-            names, else data/ of this repository, of the working directory, or of its parent.
-        seed: of the order of the examples, which is another one in each pass.
-        device: where the data set lives. None: the first GPU, else the CPU.
+    ``root`` is the folder with the four files. None: what the environment variable D2LPAR_DATA
+    names, else data/ of this repository, of the working directory, or of its parent. ``seed`` is
+    that of the order, which changes with each pass. The data set lives on ``device``, by default
+    the first GPU, else the CPU.
     """
     root = Path(root or os.environ.get("D2LPAR_DATA") or _find_data()).expanduser()
     device = try_gpu() if device is None else as_device(device)

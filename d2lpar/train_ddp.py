@@ -3,13 +3,12 @@
     torchrun --nproc_per_node=2 -m d2lpar.train_ddp --epochs 10
 
 Every process is a rank with its own replica, and reads its own share of each batch: together they
-take the steps that one process would take. The script writes a checkpoint after each epoch, and
-more often with ``--every``. ``--resume`` goes on from it, in the middle of an epoch too, and ends
-with the weights of a run that was never stopped, bit for bit. ``--resume-if-there`` starts from the
-beginning where there is no checkpoint yet. With it, torchrun's ``--max-restarts`` goes on where a
-killed process stopped, on one machine, or on several that are started with ``--node-rank`` (not
-with ``--rdzv-backend=c10d``, where each machine counts restarts for itself). Notebook 05 runs this
-file.
+take the steps of one process. A checkpoint is written after each epoch, and more often with
+``--every``. ``--resume`` goes on from it, in the middle of an epoch too, and ends with the weights
+of a run that was never stopped, bit for bit. ``--resume-if-there`` starts from the beginning where
+there is none. With it, torchrun's ``--max-restarts`` survives a killed process, also on several
+machines that are started with ``--node-rank`` (not with ``--rdzv-backend=c10d``, where each counts
+restarts for itself). Notebook 05 runs this file.
 """
 
 import argparse

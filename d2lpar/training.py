@@ -161,14 +161,10 @@ def train(
 ) -> History:
     """Train LeNet on Fashion-MNIST, data-parallel on ``num_devices`` devices, real or virtual.
 
-    Args:
-        num_devices: how many replicas, each on its own device where there are enough GPUs.
-        batch_size: rows of a batch, over all devices together.
-        lr: the learning rate, for the gradient averaged over the batch.
-        num_epochs: passes over the training set.
-        allreduce: sums a list of gradients, one per device, in place.
-        seed: of the parameters and of the order of the examples, whatever the number of devices.
-        on_progress: called with the history so far after every epoch.
+    ``batch_size`` counts the rows on all devices together, and ``lr`` is for the gradient averaged
+    over the batch. ``allreduce`` sums a list of gradients, one per device, in place. Parameters and
+    order of the examples follow from ``seed``, whatever the number of devices. ``on_progress`` is
+    called with the history so far after every epoch.
     """
     devices, description = choose_devices(num_devices)
     train_iter, test_iter = load_data_fashion_mnist(batch_size, seed=seed, device=devices[0])

@@ -35,7 +35,7 @@ HOUSE = (
     ("pipeline", "schedules stages partition local distributed"),
     ("tensor_parallel", "layers vocabulary channels"),
     ("study", "memory iteration splits methods"),
-    ("plot", "picture charts board drawings iterations"),
+    ("plot", "picture charts board drawings iterations thumbnails"),
     ("", "training train_ddp"),
 )
 ORDER = [f"{room}.{file}".strip(".") for room, files in HOUSE for file in files.split()]

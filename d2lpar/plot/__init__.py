@@ -1,12 +1,13 @@
 """Pictures for notebooks; read ``picture`` first.
 
 ``charts`` draws curves, bars, stacks and links with matplotlib, ``board`` a training run while it
-runs. ``drawings`` and ``iterations`` write SVG: schedules, timelines, pipelines, images, and the
-steps of an iteration. A schedule has one colour in all.
+runs. ``drawings``, ``iterations`` and ``thumbnails`` write SVG: schedules, timelines and
+pipelines, the steps of an iteration, and images. A schedule has one colour in all.
 """
 
 from .board import Board
 from .charts import bars, curves, links, stacks
-from .drawings import images, pipeline, schedule, timeline
+from .drawings import pipeline, schedule, timeline
 from .iterations import iteration
 from .picture import PALETTE, Picture
+from .thumbnails import images

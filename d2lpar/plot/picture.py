@@ -42,8 +42,7 @@ HALO = 'paint-order="stroke" stroke="#FFF" stroke-width="4"'  # around text that
 class Picture:
     """An SVG and what it says in words: a notebook shows the one, a terminal prints the other.
 
-    What matplotlib drew is also kept as its ``figure``, to restyle
-    (``picture.figure.axes[0].set_title("Mine", loc="left")``), to save in other formats
+    What matplotlib drew is also kept as its ``figure``, to restyle, to save in other formats
     (``picture.figure.savefig("x.pdf")``), and to show in a cell, after ``%matplotlib inline``.
     """
 

@@ -57,19 +57,12 @@ def allreduce(
     The result is equal to the last bit on all ranks that have equally many threads, and in every
     run. float16 and bfloat16 travel and are reduced as float32, and are rounded once, at the end.
 
-    A rank that leaves out one of several *equal* calls is noticed only at the end, when another
-    waits for a call that never comes, unless a ``label`` tells them apart. Give each thread its own
+    ``schedule`` is a function k -> steps, such as ``ring``; None: what ``choose`` returns. ``op``:
+    "sum", "mean", "max", "min" or "product". With ``check`` the ranks first compare what they are
+    about to do, in 32 bytes; without it a mistake may hang, abort or go unseen. A rank that leaves
+    out one of several *equal* calls is noticed only at the end, unless a ``label``, such as
+    "step 3", tells them apart. ``timeout`` limits each step, in seconds. Give each thread its own
     group: threads may begin in another order on each rank.
-
-    Args:
-        tensor: of the same shape and dtype on every rank, contiguous or not.
-        schedule: a function k -> steps, such as ``ring``; None: what ``choose`` returns.
-        op: "sum", "mean", "max", "min" or "product".
-        group: a process group of which this rank is a member; None: all ranks.
-        check: whether the ranks first compare what they are about to do, in 32 bytes. Without it a
-            mistake may hang, abort or go unseen.
-        timeout: seconds to wait for the others, in each step.
-        label: what is reduced, such as "step 3": compared by the check.
 
     Raises:
         MismatchError: on every rank, when what they are about to do differs, or only some of them
@@ -188,9 +181,8 @@ def all_gather_int(
 def choose(nbytes: int, k: int) -> Schedule:
     """Return the fastest schedule for ``nbytes`` bytes on ``k`` ranks, or nearly the fastest.
 
-    Two ranks exchange whole tensors: in one step they send as much as otherwise in two. On 2 cores
-    of an AMD EPYC and of an Intel Xeon, star and direct cross between 1 and 4 MB, with 3, 4 and 8
-    ranks, over lanes and over gloo's messages. ``benchmarks/bench_ranks.py`` measures it.
+    Two ranks exchange whole tensors: in one step they send as much as otherwise in two. Star and
+    direct cross between 1 and 4 MB (2 cores, 3 to 8 ranks): ``benchmarks/bench_ranks.py``.
     """
     if k == 2:
         return recursive_doubling

@@ -62,11 +62,10 @@ def launch(
     rank. A rank works on copies: only its result comes back. It may start processes, such as a
     DataLoader's workers. Once all ranks have returned, they and these are killed: close your files.
 
-    What a rank prints, the caller prints, in whole lines that begin with ``[rank 0]``. What C code
-    writes, or a process that a rank has processes, goes to the terminal as it is.
-
-    ``fn`` may also be a closure, a lambda or defined in a cell. The ranks may take ``timeout``
-    seconds once they are started; torch's operations have ``threads`` threads in each.
+    What a rank prints, the caller prints, in whole lines that begin with ``[rank 0]``; what C code
+    or a rank's own processes print goes to the terminal as it is. ``fn`` may also be a closure, a
+    lambda or defined in a cell. The ranks may take ``timeout`` seconds once they are started;
+    torch's operations have ``threads`` threads in each.
 
     Raises:
         RankError: a rank raised an exception, died, or did not finish in time; all are ended.

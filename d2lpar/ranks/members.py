@@ -106,9 +106,8 @@ def _find_lanes(member: Member, timeout: float) -> Lanes | None:
 def line_of(group: Group, timeout: float | None = None) -> Member:
     """Return a new line in ``group``, to be passed to calls as their group: on all ranks.
 
-    It has lanes if the group has and a channel is free, else messages with their own tags. These
-    share the group's connections: once such a line has failed, so has the group. NCCL knows no
-    tags: there the line has its own group.
+    It has lanes if the group has and a channel is free; else messages with their own tags, and when
+    they fail, so does the group. NCCL knows no tags: there the line has its own group.
     """
     member, timeout = member_of(group, timeout)
     group = group or dist.group.WORLD

@@ -49,9 +49,8 @@ def send(
     says what it is, in up to 32 bytes; the receiver must expect the same. There, the tensor will
     require a gradient if this rank ``wants_gradient``.
 
-    Raises:
-        PeerError: ``dst`` did not receive it in time, or is gone.
-        BusyError: another thread of this rank is about to send in the same group.
+    PeerError: ``dst`` did not receive it in time, or is gone. BusyError: another thread of this
+    rank is sending in the same group.
     """
     member, timeout = member_of(group, timeout)
     transport = member.transport
@@ -78,7 +77,7 @@ def receive(
         PeerError: nothing came within ``timeout`` seconds, or ``src`` is gone.
         MismatchError: what comes has another label, and is lost; or it was not sent by ``send``,
             nobody knows what comes next, and the group can no longer be used.
-        BusyError: another thread of this rank is about to receive in the same group.
+        BusyError: another thread of this rank is receiving in the same group.
     """
     device = as_device(device)
     member, timeout = member_of(group, timeout)

@@ -88,10 +88,8 @@ class Transport:
 
         Two calls at once would take each other's messages, and on another rank the second may be
         the first: so both fail (BusyError). But one thread may send while another one receives:
-        ``directions`` is then "send" or "receive".
-
-        An error ends the use of the group, unless it is about arguments or plans: nobody would know
-        which messages are under way.
+        ``directions`` is then "send" or "receive". An error ends the use of the group, unless it is
+        about arguments or plans: nobody would know which messages are under way.
         """
         if self.broken:
             raise PeerError(f"the group can no longer be used since an earlier call: {self.broken}")

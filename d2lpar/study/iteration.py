@@ -45,10 +45,9 @@ def trace(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> 
     """Make a forward and a backward pass of ``form``; return its steps with what they sent.
 
     ``form`` is "DataParallel", "balanced" or "DDP", ``devices`` has one device per replica. The
-    ``module``, which is left as it is, is on the first of them; the batch starts where ``X`` and
-    ``y`` are. The balanced form takes a criterion of torch's. DDP runs in one process per device,
-    on the CPU (the bytes are the same on GPUs), each with its part of the batch from the start;
-    buffers, which it sends from the second iteration on, are not in its trace.
+    ``module``, which is left as it is, is on the first of them. The balanced form takes a criterion
+    of torch's. DDP runs in one process per device, on the CPU, each with its part of the batch from
+    the start; buffers, which it sends from the second iteration on, are not in its trace.
     """
     devices, everyone = check_devices(devices), tuple(range(len(devices)))
     module, criterion, X, y = deepcopy(module), deepcopy(criterion), X.detach(), y.detach()

@@ -16,8 +16,8 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
     """Call ``function`` and return by how many bytes the tensors on ``device`` grew at most.
 
     On a GPU its allocator reports this. On a CPU it is counted: the storage of every tensor that an
-    operation of this thread, or of its backward pass, returns, until it is freed. What an operation
-    uses inside is not seen, nor what other threads do: torch's dispatch modes are per thread.
+    operation of this thread returns, or of its backward pass, until it is freed. What operations
+    use inside, and other threads, are not seen.
     """
     device = as_device(device)
     if device.type == "cuda":

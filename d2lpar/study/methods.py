@@ -239,9 +239,8 @@ def predict_images(
     """Return the images per second of a method on ``k`` GPUs, from those of one.
 
     Backward takes two thirds of a step. With "DDP" the gradients travel in a ring while it runs,
-    with "DDP, one bucket" afterwards; with "DataParallel" GPU 0 sends out the parameters, and takes
-    in the gradients, one GPU after the other. Latency (10 µs), ``rows`` per GPU and ``link`` (bytes
-    per second) are assumptions.
+    with "DDP, one bucket" afterwards; with "DataParallel" GPU 0 serves one GPU after the other.
+    Latency (10 µs), ``rows`` per GPU and ``link`` (bytes per second) are assumptions.
     """
     schedules = {"DDP": ring, "DDP, one bucket": ring, "DataParallel": star}
     if method not in schedules:
