@@ -1,14 +1,9 @@
-"""Schedules show who sends what; bars stand where their times are; images are their pixels."""
+"""Schedules show who sends what; bars stand where their times are."""
 
-import base64
-import io
 import re
 
-import numpy as np
 import pytest
-import torch
 from helpers import SCHEDULES
-from PIL import Image
 from text_layout import SVG, complaints, elements, texts
 
 from d2lpar import gpipe, one_f_one_b, plot, sequential
@@ -204,23 +199,6 @@ def test_a_pipeline_in_seconds_tells_ms_and_shows_one_rank_or_no_length_at_all()
     assert len(bars(plot.pipeline(predict(gpipe(2, 3), 0, 0)))) == 12
 
 
-def test_images_are_pixels_in_rows_with_titles_where_0_is_white():
-    X = torch.rand(10, 1, 28, 28)
-    X[3, 0, 0, :3] = torch.tensor([0.0, 0.25, 1.0])
-    picture = plot.images(X, titles=[f"title {i}" for i in range(10)], columns=4)
-    assert texts(picture) == [f"title {i}" for i in range(10)]
-    assert plot.images(X[:, 0], columns=4).svg == plot.images(X, columns=4).svg
-    drawn = elements(picture, "image")
-    png = drawn[3].get("{http://www.w3.org/1999/xlink}href").partition(",")[2]
-    pixels = np.array(Image.open(io.BytesIO(base64.b64decode(png))))
-    assert pixels.shape == (28, 28) and pixels[0, :3].tolist() == [255, 191, 0]
-    for i, (image, title) in enumerate(zip(drawn, elements(picture, "text"), strict=True)):
-        x, y, width = (float(image.get(name)) for name in ("x", "y", "width"))
-        assert (x // 190, y // 210) == (i % 4, i // 4)
-        assert x + width / 2 == float(title.get("x"))
-        assert 0 < y - float(title.get("y")) < 12  # it stands above
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -233,8 +211,6 @@ def test_images_are_pixels_in_rows_with_titles_where_0_is_white():
         (lambda: plot.pipeline({}), "no spans to draw"),
         (lambda: plot.pipeline({"a": [], "b": predict(gpipe(1, 1))}), "no spans to draw"),
         (lambda: plot.pipeline(predict(gpipe(1, 1)), unit="ms"), "unit is 'ms'"),
-        (lambda: plot.images(torch.rand(3, 1, 28, 28), ["a"]), "3 images and 1 titles"),
-        (lambda: plot.images(torch.rand(0, 1, 28, 28)), "0 images"),
     ],
 )
 def test_what_cannot_be_drawn_is_an_error(call, message):
