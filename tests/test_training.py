@@ -14,14 +14,7 @@ CPU = torch.device("cpu")
 LR = 0.3
 silent = {"on_progress": lambda history: None}
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Such small batches gain nothing from more, which wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # In float64, unless it is said: kernels round differently, and no tolerance must hang on one.

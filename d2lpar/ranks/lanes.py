@@ -64,13 +64,11 @@ class Lanes(Transport):
         memory.used[channel] = True
         self.outgoing, self.incoming = {}, {}  # the lanes to and from each other member
         for i in self.others:
-            there, back = (
-                (channel, world_ranks[member], world_ranks[i]),
-                (channel, world_ranks[i], world_ranks[member]),
-            )
+            me, peer = world_ranks[member], world_ranks[i]
+            there, back = (channel, me, peer), (channel, peer, me)
             (free, full), (empty, filled) = memory.semaphores[there], memory.semaphores[back]
-            self.outgoing[i] = _Lane(world_ranks[i], memory.slots(*there), free, full)
-            self.incoming[i] = _Lane(world_ranks[i], memory.slots(*back), filled, empty)
+            self.outgoing[i] = _Lane(peer, memory.slots(*there), free, full)
+            self.incoming[i] = _Lane(peer, memory.slots(*back), filled, empty)
         # Of every rank, for the others to read: for whom it waits (1 + rank, or 0 for nobody), when
         # it last looked around while it did (ns), and, once it has given up, whose part it missed
         # (bit r for rank r). The semaphores order what is in the slots, on every processor, but not
@@ -195,9 +193,8 @@ class Lanes(Transport):
         """Raise PeerError if ``rank`` has given up, and name whom it missed."""
         if not self.missed[rank]:
             return
-        missed = [
-            self.world_ranks[i] for i in self.others if self.missed[rank] >> self.world_ranks[i] & 1
-        ]
+        others = [self.world_ranks[i] for i in self.others]
+        missed = [other for other in others if self.missed[rank] >> other & 1]
         if missed in ([], [rank]):
             raise PeerError(f"rank {rank} gave up: its own error says why", [rank])
         raise PeerError(f"{name_ranks(missed)} did not do its part, says rank {rank}", missed)

@@ -29,15 +29,7 @@ from d2lpar.pipeline.schedules import Action
 from d2lpar.study.memory import peak_memory
 
 W = torch.tensor([0.5, 2.0, 0.25, 1.0, 3.0], dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """What is computed here is so small that a second thread only makes it wait."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def labels(n):
