@@ -6,7 +6,7 @@ one step (rename): see Pillai et al., "All File Systems Are Not Created Equal" (
 
 The format is safetensors (https://github.com/huggingface/safetensors): nothing is pickled, so
 loading runs no code from the file. Its metadata hold the rest, as JSON, and a SHA-256 of that and
-of every tensor's name, dtype, shape and bytes. Notebook 05 uses this file.
+of every tensor's name, dtype, shape and bytes. Notebook 08 uses this file.
 """
 
 import contextlib

@@ -8,7 +8,7 @@ take the steps of one process. A checkpoint is written after each epoch, and mor
 of a run that was never stopped, bit for bit. ``--resume-if-there`` starts from the beginning where
 there is none. With it, torchrun's ``--max-restarts`` survives a killed process, also on several
 machines that are started with ``--node-rank`` (not with ``--rdzv-backend=c10d``, where each counts
-restarts for itself). Notebook 05 runs this file.
+restarts for itself). Notebook 08 runs this file.
 """
 
 import argparse

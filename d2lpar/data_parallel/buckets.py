@@ -1,6 +1,6 @@
 """Buckets: gradients side by side in one flat tensor, since every message has a price.
 
-Notebook 05 shows how parameters are dealt out. Source: Li et al., "PyTorch Distributed:
+Notebook 07 shows how parameters are dealt out. Source: Li et al., "PyTorch Distributed:
 Experiences on Accelerating Data Parallel Training" (VLDB 2020), section 3.2.
 """
 

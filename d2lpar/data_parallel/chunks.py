@@ -1,6 +1,6 @@
 """A loss over a large vocabulary, a chunk of positions at a time: all logits never exist at once.
 
-Notebook 04 uses this file. Sources: ``MultiGPULossCompute`` of A. Rush's "The Annotated
+Notebook 06 uses this file. Sources: ``MultiGPULossCompute`` of A. Rush's "The Annotated
 Transformer" (2018), and torch's ``linear_cross_entropy``.
 """
 

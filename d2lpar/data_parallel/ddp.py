@@ -1,6 +1,6 @@
 """DistributedDataParallel: a replica on each rank, and gradients averaged in backward.
 
-The naive version sends after backward, the other's ``Reducer`` during it. Notebook 05 builds this
+The naive version sends after backward, the other's ``Reducer`` during it. Notebook 07 builds this
 file. Sources: Li et al. (see ``buckets``), and ``torch.nn.parallel.DistributedDataParallel``.
 """
 

@@ -1,6 +1,6 @@
 """A loss computed in parts, on several devices, and put together as if on one.
 
-Each part's mean is weighted by the number that it was divided by. Notebook 04 builds this file.
+Each part's mean is weighted by the number that it was divided by. Notebook 06 builds this file.
 Source: H. Zhang's PyTorch-Encoding, which takes the plain mean of the parts' means.
 """
 

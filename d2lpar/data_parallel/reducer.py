@@ -2,7 +2,7 @@
 
 A hook of each parameter notes that its gradient is there. As soon as a *bucket* has all of its own,
 a communication thread sends it. When backward ends, the reducer waits for the thread and hands out
-the averages. Notebook 05 uses this file. Sources: Li et al. (see ``buckets``), torch's ``Reducer``.
+the averages. Notebook 07 uses this file. Sources: Li et al. (see ``buckets``), torch's ``Reducer``.
 """
 
 import time

@@ -1,7 +1,7 @@
 """DataParallel: one process, a thread for each device, a module copied again for every batch.
 
 ``DataParallelModel`` scatters the batch, replicates the module and calls the replicas in threads;
-``DataParallel`` also gathers the outputs. Notebook 04 builds this file. Sources:
+``DataParallel`` also gathers the outputs. Notebook 05 builds this file. Sources:
 ``torch.nn.parallel.DataParallel``, which needs GPUs; without a gather, H. Zhang's PyTorch-Encoding.
 """
 

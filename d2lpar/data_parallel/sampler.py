@@ -2,7 +2,7 @@
 
 All ranks shuffle alike, from the same seed, and rank r of k takes places r, r + k, r + 2k, … of the
 order. So nothing is sent, and k ranks with b examples each see together one process's batch of k·b.
-Notebook 05 uses this file. Source: ``torch.utils.data.distributed.DistributedSampler``.
+Notebook 08 uses this file. Source: ``torch.utils.data.distributed.DistributedSampler``.
 """
 
 from collections.abc import Iterator, Sized

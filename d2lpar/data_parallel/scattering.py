@@ -1,6 +1,6 @@
 """A batch of any structure, split over devices, and joined again.
 
-Notebook 04 builds this file. Source: ``torch.nn.parallel.scatter`` and ``gather``, which need GPUs.
+Notebook 05 builds this file. Source: ``torch.nn.parallel.scatter`` and ``gather``, which need GPUs.
 """
 
 from collections.abc import Sequence

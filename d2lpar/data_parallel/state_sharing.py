@@ -1,6 +1,6 @@
 """Replicas that begin alike: the ranks compare their modules, and all take one rank's state.
 
-Notebook 05 builds this file. Source: ``torch.nn.parallel.DistributedDataParallel``.
+Notebook 07 builds this file. Source: ``torch.nn.parallel.DistributedDataParallel``.
 """
 
 from collections.abc import Iterable

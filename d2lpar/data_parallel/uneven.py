@@ -1,6 +1,6 @@
 """Ranks with fewer batches than others, or with fewer rows in them.
 
-Notebook 05 uses this file. Source: ``torch.distributed.algorithms.join``.
+Notebook 07 uses this file. Source: ``torch.distributed.algorithms.join``.
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 They mean what those in ``collectives`` mean, but a rank passes its own tensor instead of a list.
 First, all ranks compare what they are about to do. Over gloo, torch aborts or is silently wrong
-where that differs. Notebook 05 uses this file.
+where that differs. Notebook 04 uses this file.
 """
 
 import operator

@@ -4,7 +4,7 @@ A lane is a one-way path from one rank to another: two slots of a memory that bo
 two counting semaphores, of the free slots and of the full ones. It is the bounded buffer of
 Dijkstra, "Cooperating sequential processes" (1965). A message is copied once into a slot and read
 from there. No system call is needed unless a rank has to sleep. A note takes a short message that
-follows it along in its slot. Notebook 05 measures lanes against gloo.
+follows it along in its slot. Notebook 04 measures lanes against gloo.
 """
 
 import mmap

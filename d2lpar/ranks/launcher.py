@@ -6,7 +6,7 @@ caller's main module is not run again. The ranks are forked in a tenth of a seco
 that has imported torch (``forkserver``). Forks of the caller would hang once it has used OpenMP.
 
 The ranks meet in a file, which opens no port, and gloo listens on the loopback interface alone.
-What runs inside a rank is in ``worker``. Notebook 03 uses this file. Source: ``multiprocessing``.
+What runs inside a rank is in ``worker``. Notebook 04 uses this file. Source: ``multiprocessing``.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 A schedule says *what* moves, a transport *how*; NCCL uses the same word. ``exchange`` makes all
 moves of one step, and ``tell`` gives every other rank a short note and returns theirs. ``Messages``
-works in every process group. ``lanes`` is for ranks that share memory. Notebook 05 measures both.
+works in every process group. ``lanes`` is for ranks that share memory. Notebook 04 measures both.
 """
 
 import threading

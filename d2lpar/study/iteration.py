@@ -1,6 +1,6 @@
 """One iteration of DataParallel, of its balanced form and of DDP: what moves, and what is kept.
 
-Notebook 04 uses this file.
+Notebook 05 uses this file.
 """
 
 from collections import Counter
