@@ -269,6 +269,23 @@ class Box:
         return inner
 
 
+class Bag(list):
+    """A bag.
+
+    More.
+    """
+
+    size = 2  # at most
+
+    # why
+    def add(self, x):
+        super().append(x)
+
+    @property
+    def full(self):
+        return len(self) == self.size
+
+
 def long():
     """{}.
 
@@ -297,7 +314,20 @@ def double(x):
     # a comment says why
     return 2 * x'''
 
+PIECES = {
+    "class Bag:\n    def add(self): ...": "#@save d2lpar.boxes\nclass Bag(list):\n"
+    '    """A bag."""\n\n'
+    "    size = 2  # at most\n\n    # why\n    def add(self, x):\n        super().append(x)",
+    "class Bag(Bag):\n    def full(self): ...": "#@save d2lpar.boxes\nclass Bag(Bag):\n"
+    "    @property\n    def full(self):\n        return len(self) == self.size",
+    "class Box(boxes.Box):\n    def f(self): ...": SAVED.partition("\n\n\n")[0].replace(
+        'class Box:\n    """A box that says "x" """\n\n', "class Box(boxes.Box):\n"
+    ),
+}
+
 NO_CELLS = [
+    ("#@save d2lpar.boxes\nclass Bag(Bag):\n    def g(): ...", "Bag has no method g"),
+    ("#@save d2lpar.boxes\nclass Bag(boxes.Bag):\n    def add(): ...", "super() in Bag.add"),
     ("#@save d2lpar.boxes\ndef triple(): ...", "d2lpar/boxes.py has no function or class triple"),
     ("#@save d2lpar.room.bags\ndef f(): ...", "d2lpar/room/bags.py, which does not exist"),
     ("#@save d2lpar.boxes\ndef double(): ...\nx = 1", "line 3 of the cell is neither"),
@@ -319,6 +349,14 @@ def test_a_saved_cell_shows_the_module_in_its_own_order_without_guards_and_names
     for cell, complaint in NO_CELLS:
         with pytest.raises(ValueError, match=re.escape(complaint)):
             saved_cells.rewrite(new_notebook(cells=[new_code_cell(cell)]), tmp_path)
+
+
+def test_a_class_is_shown_in_pieces(tmp_path):
+    (tmp_path / "boxes.py").write_text(MODULE.format("x" * 92))
+    nb = new_notebook(cells=[new_code_cell(f"#@save d2lpar.boxes\n{stub}") for stub in PIECES])
+    assert len(saved_cells.rewrite(nb, tmp_path)) == 3
+    assert [cell.source for cell in nb.cells] == list(PIECES.values())
+    assert saved_cells.check(nb, tmp_path) == []
 
 
 # The runner, on notebooks that take no time
