@@ -92,6 +92,14 @@ def target(action: Action, num_stages: int) -> Action | None:
     return Action(s, i, kind) if 0 <= s < num_stages else None
 
 
+def needs(action: Action, num_stages: int) -> list[Action]:
+    """Return the actions that must be done before ``action``."""
+    before = [source(action, num_stages)]
+    if action.kind == "backward":
+        before.append(action._replace(kind="forward"))
+    return [need for need in before if need]
+
+
 def own_actions(ticks: list[list[Action]], stage: int) -> list[Action]:
     """Return what one stage does, in order."""
     return [action for action in chain(*ticks) if action.stage == stage]
@@ -121,10 +129,7 @@ def check_pipeline(ticks: list[list[Action]], num_stages: int, num_microbatches:
                 raise ValueError(f"tick {tick}: {action} was done in tick {done[action]}")
             if busy.count(action.stage) > 1:
                 raise ValueError(f"tick {tick}: stage {action.stage} has two actions")
-            needs = [source(action, num_stages)]
-            if action.kind == "backward":
-                needs.append(action._replace(kind="forward"))
-            for need in filter(None, needs):
+            for need in needs(action, num_stages):
                 if need not in done:
                     raise ValueError(f"tick {tick}: {action} comes before {need}")
         done |= dict.fromkeys(actions, tick)
