@@ -85,7 +85,7 @@ class DistributedPipeline(nn.Module):
     def forward_backward(
         self, X: torch.Tensor | None = None, y: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Add to the gradients of this stage; return the batch's loss on the last rank, else None.
+        """Add to this stage's gradients; return the batch's loss on the last rank, else None.
 
         The first rank needs ``X``, the last ``y``; what others are given is not looked at. After an
         error in the middle (PeerError or MismatchError when a neighbour is late, gone or at another

@@ -153,16 +153,11 @@ class Losses:
     def of(self, i: int, output: torch.Tensor) -> torch.Tensor:
         """Return the weighted loss of micro-batch ``i``, whose output this is."""
         y = self.y_parts[i].to(output.device)
-        if output.dim() and len(output) != len(y):
-            raise ValueError(
-                f"micro-batch {i} has {len(output)} rows of outputs, but {len(y)} targets: X and y "
-                "must be of one batch, and every stage must keep the rows"
-            )
+        check_rows(i, output, y)
         if i not in self.weights:  # it has no rows, or all its targets are ignored
             return output.new_zeros(())
         loss = self.criterion(output, y) * self.weights[i]
-        if loss.dim():
-            raise ValueError(f"the criterion returns shape {list(loss.shape)}, and no number")
+        check_number(loss)
         self.total = self.total + loss.detach()
         return loss
 
@@ -176,6 +171,21 @@ def check_criterion(criterion: Callable, count: Count | None) -> None:
     """Raise ValueError unless the losses of micro-batches can be added up to that of the batch."""
     if find_count(criterion, count) is None and criterion.reduction == "none":
         raise ValueError('a criterion with reduction="none" returns no number: use "mean" or "sum"')
+
+
+def check_rows(i: int, output: torch.Tensor, y: torch.Tensor) -> None:
+    """Raise ValueError unless the output of micro-batch ``i`` has a row for each target."""
+    if output.dim() and len(output) != len(y):
+        raise ValueError(
+            f"micro-batch {i} has {len(output)} rows of outputs, but {len(y)} targets: X and y "
+            "must be of one batch, and every stage must keep the rows"
+        )
+
+
+def check_number(loss: torch.Tensor) -> None:
+    """Raise ValueError for a loss that is no number."""
+    if loss.dim():
+        raise ValueError(f"the criterion returns shape {list(loss.shape)}, and no number")
 
 
 def check_batch(X: torch.Tensor | None, y: torch.Tensor | None) -> None:
