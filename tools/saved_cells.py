@@ -3,10 +3,15 @@
     python tools/saved_cells.py         rewrites the cells that differ, and names them
 
 A cell whose first line is ``#@save d2lpar.<room>.<file>``, or ``#@save d2lpar.<file>``, holds one
-or more whole functions or classes of that file, as they stand there, with docstrings cut to their
-first line and without their ``@checked`` lines. The module is the authority. To show a function in
-a new cell, write the first line and ``def its_name(): ...``, and run the command. It also formats
-the notebooks: ruff by itself would respell the mark.
+or more functions or classes of that file, as they stand there, with docstrings cut to their first
+line and without their ``@checked`` lines. The module is the authority. To show a function in a new
+cell, write the first line and ``def its_name(): ...``, and run the command. It also formats the
+notebooks: ruff by itself would respell the mark.
+
+A long class is shown in pieces: ``class Name(Name):`` with stubs of some methods goes on with the
+class of an earlier cell. Its first piece is ``class Name:``, which has the attributes and those of
+the methods that the cell names, or ``class Name(file.Name):``, which inherits from the module's
+class the methods that the chapter does not show.
 """
 
 import ast
@@ -24,10 +29,11 @@ NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LINE_LENGTH = 100
 
 
-def expected(source: str, package: Path) -> str | None:
+def expected(source: str, package: Path, in_pieces: set[str] = frozenset()) -> str | None:
     """Return what a code cell should hold, or None where it shows no module code.
 
-    Raises ValueError for a cell that names something the module lacks, or that cannot be kept.
+    ``in_pieces`` are the classes that the notebook shows in pieces. Raises ValueError for a cell
+    that names something the module lacks, or that cannot be kept.
     """
     first_line = source.partition("\n")[0].strip()
     if not re.match(r"#\s?@save", first_line):
@@ -51,26 +57,64 @@ def expected(source: str, package: Path) -> str | None:
             )
     if not statements:
         raise ValueError(f"{first_line!r}: the cell names no function or class")
-    shown = [definition(package, place, node.name) for node in statements]
+    shown = [definition(package, place, node, in_pieces) for node in statements]
     return first_line + "\n" + "\n\n\n".join(shown)
 
 
-def definition(package: Path, place: str, name: str) -> str:
-    """Return a top-level function's or class's source, docstrings cut, guards gone."""
+def definition(package: Path, place: str, stub: ast.stmt, in_pieces: set[str]) -> str:
+    """Return the source of what a cell's ``stub`` names, docstrings cut, guards gone."""
     text = (package / place).read_text(encoding="utf-8")
     lines = text.splitlines()
-    top = [n for n in ast.parse(text).body if isinstance(n, NAMED) and n.name == name]
+    top = [n for n in ast.parse(text).body if isinstance(n, NAMED) and n.name == stub.name]
     if not top:
-        raise ValueError(f"d2lpar/{place} has no function or class {name}")
+        raise ValueError(f"d2lpar/{place} has no function or class {stub.name}")
     node = top[-1]
     first = min([node.lineno] + [d.lineno for d in node.decorator_list])
-    last = node.end_lineno
-    edits = [(d, [_cut(lines[d.lineno - 1], place)]) for d in _long_docstrings(node)]
-    edits += [(guard, []) for guard in _guards(node)]
-    for old, new in sorted(edits, key=lambda edit: -edit[0].lineno):  # from below
-        lines[old.lineno - 1 : old.end_lineno] = new
-        last -= old.end_lineno - old.lineno + 1 - len(new)
-    return "\n".join(lines[first - 1 : last])
+    kept = {i: lines[i - 1] for i in range(first, node.end_lineno + 1)}
+    if own_base(stub) or node.name in in_pieces:
+        leave_piece(kept, node, stub, place)
+    for guard in _guards(node):
+        drop(kept, guard.lineno, guard.end_lineno)
+    for text in _long_docstrings(node):
+        if text.lineno in kept:
+            drop(kept, text.lineno, text.end_lineno)
+            kept[text.lineno] = _cut(lines[text.lineno - 1], place)
+    return "\n".join(kept[i] for i in sorted(kept))
+
+
+def drop(kept: dict[int, str], first: int, last: int) -> None:
+    """Remove the lines from ``first`` to ``last``, inclusive."""
+    for line in range(first, last + 1):
+        kept.pop(line, None)
+
+
+def own_base(node: ast.stmt) -> str | None:
+    """Return the base of ``class Name(Name)`` or ``class Name(file.Name)``, else None."""
+    bases = [ast.unparse(base) for base in getattr(node, "bases", [])]
+    return next((base for base in bases if base.rpartition(".")[2] == node.name), None)
+
+
+def leave_piece(kept: dict[int, str], node: ast.ClassDef, stub: ast.ClassDef, place: str) -> None:
+    """Leave of a class the methods that ``stub`` has, and in its first piece what is no method."""
+    base = own_base(stub)
+    methods = {n.name: n for n in node.body if isinstance(n, NAMED)}
+    named = {n.name for n in stub.body if isinstance(n, NAMED)}
+    if unknown := sorted(named - set(methods)):
+        raise ValueError(f"d2lpar/{place}: {node.name} has no method {', '.join(unknown)}")
+    for name in named if base and "." in base else ():
+        if "super()" in ast.unparse(methods[name]):
+            raise ValueError(f"d2lpar/{place}: super() in {node.name}.{name} would be the module's")
+    end = node.body[0].lineno - 1  # the last line before the statement at hand
+    for member in node.body:
+        if member.name not in named if isinstance(member, NAMED) else base:
+            drop(kept, end + 1, member.end_lineno)
+        end = member.end_lineno
+    if base:
+        first = min(kept)
+        drop(kept, first, node.body[0].lineno - 1)
+        kept[first] = f"class {node.name}({base}):"
+        while kept and not kept[(blank := sorted(kept)[1])].strip():
+            del kept[blank]
 
 
 def check(nb: NotebookNode, package: Path) -> list[str]:
@@ -92,9 +136,12 @@ def rewrite(nb: NotebookNode, package: Path) -> list[str]:
 def _differences(nb: NotebookNode, package: Path):
     """Yield (cell, what it should hold or None, complaint) for every cell that differs."""
     code = [cell for cell in nb.cells if cell.cell_type == "code"]
+    in_pieces = set(
+        re.findall(r"^class (\w+)\(\1\):", "\n".join(c.source for c in code), flags=re.M)
+    )
     for number, cell in enumerate(code, 1):
         try:
-            text = expected(cell.source, package)
+            text = expected(cell.source, package, in_pieces)
         except ValueError as error:
             yield cell, None, f"code cell {number}: {error}"
             continue
