@@ -226,10 +226,8 @@ def holdings(steps: Sequence[Sequence[Move]], k: int) -> list[list[list[tuple[in
 
 def verify_allreduce(schedule: Schedule, k: int) -> None:
     """Raise ValueError unless ``schedule(k)`` leaves everyone with every contribution once."""
-    for participant, held in enumerate(holdings(schedule(k), k)[-1]):
-        for chunk, contributions in enumerate(held):
+    for r, held in enumerate(holdings(schedule(k), k)[-1]):
+        for c, contributions in enumerate(held):
             if contributions != tuple(range(k)):
-                raise ValueError(
-                    f"participant {participant} ends with the contributions {contributions} in "
-                    f"chunk {chunk}, not with those of 0 to {k - 1}, each once"
-                )
+                wrong = f"participant {r} ends with the contributions {contributions} in chunk {c}"
+                raise ValueError(f"{wrong}, not with those of 0 to {k - 1}, each once")
