@@ -80,7 +80,7 @@ class ChunkedLoss(nn.Module):
         loss = put_together(criterion, losses, [1.0] * len(losses))
         return loss.reshape(places + loss.shape[1:]) if loss.dim() else loss
 
-    def deal(self, hidden, target, devices) -> tuple[Callable, list["Chunks"]]:
+    def deal(self, hidden, target, devices):
         """Return what to call on a chunk, and the chunks of each device with their weights."""
         chunks = [
             (i, *chunk)
