@@ -15,10 +15,10 @@ export MPLCONFIGDIR := $(CURDIR)/$(VENV)/matplotlib
 # A step frees its tensors, and the next one makes them again. Unless it is told otherwise, glibc
 # gives their memory back in between, which costs as much as some of the computing (notebook 02).
 # The library itself leaves its process's allocator alone.
-notebooks refresh lab bench: export MALLOC_MMAP_THRESHOLD_ := 33554432
-notebooks refresh lab bench: export MALLOC_TRIM_THRESHOLD_ := 1073741824
+notebooks refresh lab live bench: export MALLOC_MMAP_THRESHOLD_ := 33554432
+notebooks refresh lab live bench: export MALLOC_TRIM_THRESHOLD_ := 1073741824
 
-.PHONY: help notebooks refresh lab test test-everywhere mutants size lint format saved-cells bench clean
+.PHONY: help notebooks refresh lab test test-everywhere live mutants size lint format saved-cells bench clean
 .NOTPARALLEL:
 
 help:  ## this list
@@ -38,6 +38,9 @@ lab: $(INSTALLED)  ## open copies of the notebooks, kept in work/, in JupyterLab
 
 test: lint  ## lint, unit tests, and the checks of notebooks that need no execution
 	@$(PY) -m pytest -q
+
+live: $(INSTALLED)  ## run the chapters and name shown code that was never entered (ONLY=03)
+	@$(PY) tools/live_cells.py $(ONLY)
 
 test-everywhere: $(INSTALLED)  ## the numerical tests, with the kernels of other processors
 	@$(PY) tools/everywhere.py
