@@ -117,9 +117,9 @@ def check_chapter(nb):
         yield f"the first code cell does not begin with {HOSTED!r}"
     if len(nb.cells) > MAX_CELLS or words(nb) > MAX_WORDS:
         yield f"{len(nb.cells)} cells of {MAX_CELLS}, {words(nb)} words of {MAX_WORDS}"
-    last = re.findall(r"^## .+", prose(nb), flags=re.M)[-3:]
-    if [heading.strip() for heading in last] != [BRIDGE, "## Summary", "## Exercises"]:
-        yield f"does not end with {BRIDGE!r}, Summary and Exercises, but with {last}"
+    headings = [line.strip() for line in re.findall(r"^## .+", prose(nb), flags=re.M)]
+    if BRIDGE not in headings or headings[-2:] != ["## Summary", "## Exercises"]:
+        yield f"lacks {BRIDGE!r}, or does not end with Summary and Exercises: {headings}"
     bridge = "\n".join(cell.source for cell in nb.cells).partition(BRIDGE)[2]
     runs = [cell for cell in code(nb) if cell.source in bridge and "torch" in cell.source]
     if not re.search(r"^\|.*ours.*\|.*torch.*\|.*differs.*\|", bridge, flags=re.M) or not runs:
@@ -269,6 +269,7 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_chapter, source(HEAD + "word " * 1_990, cell=0)),
     (check_chapter, last("## Summary", "## The end")),
     (check_chapter, source(BRIDGE, cell=3)),
+    (check_chapter, source("## Torch", cell=3)),
     (check_chapter, source("draw()", cell=4)),
     (check_live, source("torch.draw(star)", cell=4)),
     (check_live, source("from d2lpar.collectives.schedules import ring")),
