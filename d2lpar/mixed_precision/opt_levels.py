@@ -108,13 +108,13 @@ def initialize(
         region = {"dtype": dtype, "enabled": emulate or not casts_model, "emulate": emulate}
         model._casting = casts_model, region
         model.forward = MethodType(_cast_forward, model)  # bound: our replicas get their own
+    return model, optimizer, make_scaler(level, dtype, loss_scale)
+
+
+def make_scaler(level: Level, dtype: torch.dtype, loss_scale: float | str | None) -> GradScaler:
+    """Return a scaler whose scale is "dynamic", or stays at a number; 1 scales nothing."""
     if loss_scale is None:
         loss_scale = 1.0 if dtype == torch.bfloat16 else level.loss_scale
-    return model, optimizer, make_scaler(loss_scale)
-
-
-def make_scaler(loss_scale: float | str) -> GradScaler:
-    """Return a scaler whose scale is "dynamic", or stays at a number; 1 scales nothing."""
     if loss_scale == "dynamic":
         return GradScaler()
     static = {"init_scale": loss_scale, "growth_factor": 1.0, "backoff_factor": 1.0}
