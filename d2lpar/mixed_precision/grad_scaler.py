@@ -223,6 +223,7 @@ def predivide(factor: float) -> Callable[..., torch.futures.Future[torch.Tensor]
     gradients of 2,000 add up to more, and if each is divided by 64 first, small ones are rounded to
     zero. A factor of √k does half of either. Our own buckets widen 16 bits and need none of this.
     """
+
     def hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket):
         k = dist.get_world_size(process_group)
         work = dist.all_reduce(bucket.buffer().div_(factor), group=process_group, async_op=True)
