@@ -74,7 +74,8 @@ def describe(devices: Sequence[torch.device]) -> str:
 
 def hardware() -> str:
     """Name the machine's processors, to stand beside a timing: no timing means much without it."""
-    cores = f"{torch.get_num_threads()} threads of {_processor()}"
+    n = torch.get_num_threads()
+    cores = f"{n} thread{'s' * (n > 1)} of {_processor()}"
     names = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     gpus = [f"{count} x {name}" for name, count in names.items()]
     return ", ".join([*gpus, cores, f"torch {torch.__version__}"])

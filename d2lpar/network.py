@@ -9,13 +9,12 @@ import torch
 from torch.nn import functional as F
 
 
-def init_params(
-    scale: float = 0.01, generator: torch.Generator | None = None
-) -> list[torch.Tensor]:
+def init_params(scale=0.01, generator=None):
     """Return ``[W1, b1, W2, b2, W3, b3, W4, b4]``: weights from N(0, scale²), biases zero.
 
     Shapes: (20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,). The
-    gradients are off; ``get_params`` makes the copies that are trained.
+    gradients are off; ``get_params`` makes the copies that are trained. ``generator`` is a
+    ``torch.Generator``, None: torch's global one.
     """
     shapes = (20, 1, 3, 3), (50, 20, 5, 5), (800, 128), (128, 10)
     W1, W2, W3, W4 = (torch.randn(shape, generator=generator) * scale for shape in shapes)
@@ -23,7 +22,7 @@ def init_params(
     return [channels_last(W1), b1, channels_last(W2), b2, W3, b3, W4, b4]
 
 
-def channels_last(weight: torch.Tensor) -> torch.Tensor:
+def channels_last(weight):
     """Return the same numbers with the channels last in memory, which saves time on a CPU.
 
     ``weight.to(memory_format=torch.channels_last)`` would leave W1 alone, whose one input channel
@@ -32,7 +31,7 @@ def channels_last(weight: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(weight, memory_format=torch.channels_last).copy_(weight)
 
 
-def lenet(X: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
+def lenet(X, params):
     """Return the logits, of shape (n, 10), of images ``X`` of shape (n, 1, 28, 28)."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     X = X[:, :, :-2, :-2]  # the second pooling drops what comes from the other pixels
@@ -42,13 +41,13 @@ def lenet(X: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
     return torch.addmm(b4, h3, W4)  # (n, 10)
 
 
-def loss(y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def loss(y_hat, y):
     """Return the cross-entropy of each example, of shape (n,): neither summed nor averaged."""
     return F.cross_entropy(y_hat, y, reduction="none")
 
 
 @torch.no_grad()
-def sgd(params: list[torch.Tensor], lr: float, batch_size: int) -> None:
+def sgd(params, lr, batch_size):
     """Take one step in place: subtract lr / batch_size times the summed gradient, then clear it.
 
     ``batch_size`` counts the rows of the whole batch, over all devices.

@@ -5,40 +5,46 @@ section "Training on Multiple GPUs". Notebook 02 builds this file.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from .collectives.lists import ring_allreduce
-from .data import Minibatches, load_data_fashion_mnist
+from .data import load_data_fashion_mnist
 from .devices import as_device, check_devices, choose_devices, hardware, to_device
 from .guards import checked
 from .network import init_params, lenet, loss, sgd
 
-AllReduce = Callable[[list[torch.Tensor]], None]  # sums a list of tensors, in place
+
+def check_get_params(device, **_) -> None:
+    """Raise ValueError for a device that is not there."""
+    as_device(device)
 
 
-def get_params(params: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+@checked(check_get_params)
+def get_params(params, device):
     """Return a copy of ``params`` on ``device`` that shares nothing with them, gradients on."""
-    return [param.detach().to(as_device(device), copy=True).requires_grad_() for param in params]
+    return [param.detach().to(device, copy=True).requires_grad_() for param in params]
 
 
-def split_batch(
-    X: torch.Tensor, y: torch.Tensor, devices: list[torch.device]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def check_split(X, y, devices) -> None:
+    """Raise ValueError for a missing device, or unless ``X`` and ``y`` have equally many rows."""
+    check_devices(devices)
+    if X.shape[:1] != y.shape[:1]:
+        raise ValueError(f"X has shape {tuple(X.shape)}, but y has shape {tuple(y.shape)}")
+
+
+@checked(check_split)
+def split_batch(X, y, devices):
     """Split the rows of ``X`` and ``y`` into one shard per device: ``(X_shards, y_shards)``.
 
     The shards differ by at most one row and keep the order; with fewer rows than devices the last
     ones are empty.
     """
-    check_devices(devices)
-    if X.shape[:1] != y.shape[:1]:
-        raise ValueError(f"X has shape {tuple(X.shape)}, but y has shape {tuple(y.shape)}")
     return shard_rows(X, devices), shard_rows(y, devices)
 
 
-def shard_rows(rows: torch.Tensor, devices: list[torch.device]) -> list[torch.Tensor]:
+def shard_rows(rows, devices):
     """Split ``rows`` along dimension 0 and bring each part to its device."""
     shards = rows.tensor_split(len(devices))
     return [to_device(shard, devices[i], "host", i) for i, shard in enumerate(shards)]
@@ -53,14 +59,7 @@ def check_batch(X, device_params, devices, **_) -> None:
 
 
 @checked(check_batch)
-def train_batch(
-    X: torch.Tensor,
-    y: torch.Tensor,
-    device_params: list[list[torch.Tensor]],
-    devices: list[torch.device],
-    lr: float,
-    allreduce: AllReduce = ring_allreduce,
-) -> torch.Tensor:
+def train_batch(X, y, device_params, devices, lr, allreduce=ring_allreduce):
     """Take one step of SGD in place on every replica and return the loss summed over the batch.
 
     Each device sums the gradient over its shard, the allreduce sums over devices, and every replica
@@ -69,27 +68,19 @@ def train_batch(
     """
     for params in device_params:
         for param in params:
-            param.grad = None  # a call that was interrupted may have left its own
+            param.grad = None  # as optimizer.zero_grad() does
     shards = zip(*split_batch(X, y, devices), device_params, strict=True)
     losses = [loss(lenet(X_shard, params), y_shard).sum() for X_shard, y_shard, params in shards]
     for shard_loss in losses:  # on GPUs these calls return at once, so the devices work in parallel
         shard_loss.backward()
-    for grads in zip(*[[param.grad for param in params] for params in device_params], strict=True):
-        allreduce(list(grads))
+    for i in range(len(device_params[0])):
+        allreduce([params[i].grad for params in device_params])
     for params in device_params:
         sgd(params, lr, len(X))
-    return sum(
-        to_device(shard_loss.detach(), devices[0], i, 0) for i, shard_loss in enumerate(losses)
-    )
+    return sum(to_device(part.detach(), devices[0], i, 0) for i, part in enumerate(losses))
 
 
-def train_epoch(
-    train_iter: Minibatches,
-    device_params: list[list[torch.Tensor]],
-    devices: list[torch.device],
-    lr: float,
-    allreduce: AllReduce = ring_allreduce,
-) -> float:
+def train_epoch(train_iter, device_params, devices, lr, allreduce=ring_allreduce):
     """Train on every batch of ``train_iter`` in turn; return the mean loss of its examples."""
     total, rows = torch.zeros((), dtype=torch.float64, device=devices[0]), 0
     for X, y in train_iter:
@@ -99,9 +90,7 @@ def train_epoch(
 
 
 @torch.no_grad()
-def accuracy(
-    device_params: list[list[torch.Tensor]], devices: list[torch.device], test_iter: Minibatches
-) -> float:
+def accuracy(device_params, devices, test_iter):
     """Return the fraction of the examples of ``test_iter`` that the network gets right.
 
     Every device works on a shard of each batch: exercise 4 of the book's section.
@@ -150,15 +139,15 @@ def check_train(lr, num_epochs, **_) -> None:
 
 @checked(check_train)
 def train(
-    num_devices: int,
-    batch_size: int,
-    lr: float,
-    num_epochs: int = 10,
+    num_devices,
+    batch_size,
+    lr,
+    num_epochs=10,
     *,
-    allreduce: AllReduce = ring_allreduce,
-    seed: int = 0,
-    on_progress: Callable[[History], None] = print_progress,
-) -> History:
+    allreduce=ring_allreduce,
+    seed=0,
+    on_progress=print_progress,
+):
     """Train LeNet on Fashion-MNIST, data-parallel on ``num_devices`` devices, real or virtual.
 
     ``batch_size`` counts the rows on all devices together, and ``lr`` is for the gradient averaged

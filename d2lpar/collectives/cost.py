@@ -49,7 +49,7 @@ def check_numbers(k, nbytes, alpha, beta, itemsize, **_) -> None:
 def walk(
     schedule: Schedule, k: int, nbytes: int, alpha: float = 1e-5, beta: float = 1e-10, itemsize=4
 ) -> Cost:
-    """Follow every move of ``schedule`` with a clock; good for up to about a thousand participants.
+    """Follow every move of ``schedule`` with a clock; good for up to some 1,000 participants.
 
     ``nbytes`` is the size of the whole tensor. ``alpha`` is in seconds per message and ``beta`` in
     seconds per byte: by default 10 µs, and 10 GB/s. An element has ``itemsize`` bytes.

@@ -63,13 +63,13 @@ def ring_allreduce(data: Sequence[torch.Tensor]) -> None:
     allreduce(data, ring)
 
 
+@checked(check_allreduce)
 def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
     """Reduce in place, and leave each device its part: return the shards, shard r on device r.
 
     This is the first half of the ring. Shard r is ``data[r].tensor_split(len(data))[r]``; the other
     rows of ``data[r]`` hold partial results. A tensor without a dimension counts as one row.
     """
-    check_allreduce(data, op=op)
     k = len(data)
     flats = [flatten(tensor, widen=True) for tensor in data]
     bounds = bounds_of(torch.atleast_1d(data[0]).tensor_split(k))
@@ -79,14 +79,19 @@ def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.
     return [torch.atleast_1d(tensor.detach()).tensor_split(k)[r] for r, tensor in enumerate(data)]
 
 
+def check_shards(shards) -> None:
+    """Refuse shards that cannot be joined along dimension 0."""
+    check_tensors(shards)
+    check_alike([tuple(torch.atleast_1d(shard).shape[1:]) for shard in shards], "rows of shape")
+
+
+@checked(check_shards)
 def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return, for each device, all ``shards`` joined along dimension 0: a new tensor on each.
 
     This is the ring's second half. Shards may differ in length; one without a dimension is a row.
     """
-    check_tensors(shards)
     shards = [torch.atleast_1d(shard.detach()) for shard in shards]
-    check_alike([tuple(shard.shape[1:]) for shard in shards], "rows of shape")
     bounds = bounds_of(shards)
     flats = [shard.new_empty(bounds[-1]) for shard in shards]
     for r, shard in enumerate(shards):

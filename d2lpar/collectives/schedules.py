@@ -31,7 +31,7 @@ Schedule = Callable[[int], list[list[Move]]]
 
 
 def star(k: int) -> list[list[Move]]:
-    """Everyone sends the whole tensor to participant 0, which adds up and sends the sum back.
+    """All send their whole tensor to participant 0, which adds up and sends the sum back.
 
     2 steps; the hub receives and sends k - 1 whole tensors. This is the book's ``allreduce``.
     """
@@ -41,7 +41,7 @@ def star(k: int) -> list[list[Move]]:
 
 
 def ring(k: int) -> list[list[Move]]:
-    """Everyone sends one chunk to the next participant in each step, around the ring twice.
+    """In each step, each participant sends one chunk to the next, around the ring twice.
 
     2(k - 1) steps of one chunk: no participant sends more than 2(k - 1)/k of the tensor. After the
     first k - 1 steps (the reduce-scatter) participant r holds the whole sum of chunk r.
@@ -49,7 +49,7 @@ def ring(k: int) -> list[list[Move]]:
     steps = []
     for s in range(k - 1):  # chunk c starts at participant c + 1 and is complete at c
         steps.append([Move(r, (r + 1) % k, (r - s - 1) % k, True) for r in range(k)])
-    for s in range(k - 1):  # and goes round once more, to be taken by everyone
+    for s in range(k - 1):  # and goes round once more, to be taken by all
         steps.append([Move(r, (r + 1) % k, (r - s) % k, False) for r in range(k)])
     return steps
 
@@ -225,11 +225,9 @@ def holdings(steps: Sequence[Sequence[Move]], k: int) -> list[list[list[tuple[in
 
 
 def verify_allreduce(schedule: Schedule, k: int) -> None:
-    """Raise ValueError unless ``schedule(k)`` leaves everyone with every contribution once."""
-    for participant, held in enumerate(holdings(schedule(k), k)[-1]):
-        for chunk, contributions in enumerate(held):
+    """Raise ValueError unless ``schedule(k)`` leaves each with every contribution once."""
+    for r, held in enumerate(holdings(schedule(k), k)[-1]):
+        for c, contributions in enumerate(held):
             if contributions != tuple(range(k)):
-                raise ValueError(
-                    f"participant {participant} ends with the contributions {contributions} in "
-                    f"chunk {chunk}, not with those of 0 to {k - 1}, each once"
-                )
+                wrong = f"participant {r} ends with the contributions {contributions} in chunk {c}"
+                raise ValueError(f"{wrong}, not with those of 0 to {k - 1}, each once")

@@ -30,12 +30,13 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm with the mean and variance over the rows of all ranks, which may differ in number.
+    """BatchNorm with the mean and variance over the rows of all ranks.
 
-    In evaluation, on one rank, and without a process group it is ``nn.BatchNorm``. In training all
-    ranks must call it equally often: where one has fewer batches, give ``join`` its
-    ``throw_on_early_termination``. Where ranks differ in rows, weight each rank's loss by rows · k
-    / all rows. Gradients contain other ranks' losses, so ``weight="rows"`` is refused.
+    Ranks may differ in rows. In evaluation, on one rank, and without a process group it is
+    ``nn.BatchNorm``. In training all ranks must call it equally often: where one has fewer batches,
+    give ``join`` its ``throw_on_early_termination``. Where ranks differ in rows, weight each rank's
+    loss by rows · k / all rows. Gradients contain other ranks' losses, so ``weight="rows"`` is
+    refused.
     """
 
     def __init__(

@@ -41,8 +41,6 @@ class Bucket:
             grad = param.grad
             if grad is None or weight == 0:  # the mean over no rows is not a number
                 view.zero_()
-            elif grad.is_sparse:
-                raise ValueError("sparse gradients cannot be averaged: use Embedding(sparse=False)")
             elif grad.dtype == view.dtype:
                 torch.mul(grad, weight, out=view)  # in place where the gradient is this view
             else:

@@ -68,19 +68,9 @@ class ChunkedLoss(nn.Module):
         hidden = hidden.reshape(-1, hidden.shape[-1])
         target = target.reshape(-1, *target.shape[len(places) :])
         devices = self.devices[: max(1, len(hidden))]
-        chunks = [
-            (i, *chunk)
-            for i, shard in enumerate(scatter((hidden, target), devices))
-            for chunk in zip(*[part.split(self.chunk_size) for part in shard], strict=True)
-        ]
-        targets = [(target,) for _, _, target in chunks]
-        criterion, weights = shares(self.criterion, self.count, targets)
+        criterion, own = self.deal(hidden, target, devices)
         twice = self.recompute or getattr(criterion, "reduction", None) == "none"
         compute = compute_twice if twice else compute_at_once
-        own = [[] for _ in devices]
-        for n, weight in weights.items():
-            i, *chunk = chunks[n]
-            own[i].append((weight, *chunk))
         generators, criteria = (copies_for(devices, m) for m in (self.generator, criterion))
         losses = [
             to_device(compute(generators[i], criteria[i], own[i]), devices[0], i, 0)
@@ -89,6 +79,20 @@ class ChunkedLoss(nn.Module):
         ]
         loss = put_together(criterion, losses, [1.0] * len(losses))
         return loss.reshape(places + loss.shape[1:]) if loss.dim() else loss
+
+    def deal(self, hidden, target, devices):
+        """Return what to call on a chunk, and the chunks of each device with their weights."""
+        chunks = [
+            (i, *chunk)
+            for i, shard in enumerate(scatter((hidden, target), devices))
+            for chunk in zip(*[part.split(self.chunk_size) for part in shard], strict=True)
+        ]
+        criterion, weights = shares(self.criterion, self.count, [chunk[2:] for chunk in chunks])
+        own = [[] for _ in devices]
+        for n, weight in weights.items():
+            i, *chunk = chunks[n]
+            own[i].append((weight, *chunk))
+        return criterion, own
 
 
 Chunks = list[tuple[float, torch.Tensor, torch.Tensor]]  # (weight, hidden, target)

@@ -21,7 +21,7 @@ from .ddp_arguments import check_arguments, gpu_numbers
 from .reducer import Reducer
 from .scattering import scatter
 from .state_sharing import share_state, share_tensors
-from .uneven import AVERAGES, PRESENT, Join, naming_join, num_rows
+from .uneven import PRESENT, TRAINS, Join, naming_join, num_rows
 
 
 class NaiveDistributedDataParallel(nn.Module):
@@ -131,7 +131,7 @@ class DistributedDataParallel(nn.Module):
         """Call the module; before that, the ranks share their buffers where torch's do."""
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self._join:
-            self._join.roll_call(AVERAGES if averages else PRESENT)
+            self._join.roll_call(TRAINS if averages else PRESENT)
         if self.will_sync_module_buffers():
             self._share_buffers()
         if torch.is_grad_enabled():

@@ -59,7 +59,7 @@ def check_outputs(self: "DataParallelCriterion", outputs, targets) -> None:
 
 
 class DataParallelCriterion(nn.Module):
-    """A loss of outputs that lie on several devices: the loss that one device would have computed.
+    """A loss of outputs on several devices: the loss that one device would have computed.
 
     Called with the outputs of ``DataParallelModel`` and the whole batch's targets, it computes each
     part where its output is, and puts them together on ``devices[0]`` by ``criterion.reduction``:

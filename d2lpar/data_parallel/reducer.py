@@ -54,17 +54,18 @@ class Reducer:
         self._streams = {  # of the messages, one per GPU
             param.device: torch.cuda.Stream(param.device) for param in params if param.is_cuda
         }
-        self._reset()
         self._sender = Sender()
         weakref.finalize(self, self._sender.stop)
+        self._reset()
+        self._add_hooks()
+
+    def _add_hooks(self) -> None:
         me = weakref.ref(self)  # a hook lives as long as its parameter, and must not hold more
         for bucket in self.buckets:
             for i, param in enumerate(bucket.params):
                 on_gradient = partial(_on_gradient, me, bucket, i)
                 handle = param.register_post_accumulate_grad_hook(on_gradient)
                 weakref.finalize(self, handle.remove)
-
-    # Before backward
 
     def begin(self, weight: float) -> None:
         """Get ready for a forward pass; weights that are rows add up until backward uses them."""
@@ -95,8 +96,6 @@ class Reducer:
         for bucket in self.buckets:
             bucket.ready.clear()
 
-    # During backward
-
     def _enter(self, *_) -> None:
         """Average in this backward pass, which may have others inside, and finish when it ends."""
         if self._state != AVERAGES:
@@ -107,6 +106,14 @@ class Reducer:
     def _note(self, bucket: Bucket, i: int) -> None:
         """The i-th gradient of a bucket is there: send all buckets whose turn it is."""
         self._enter()
+        self._check(bucket, i)
+        bucket.ready.add(i)
+        self._wait_for_gradients(bucket)
+        while len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].is_full:
+            self._send(self.buckets[len(self._sent)])
+
+    def _check(self, bucket: Bucket, i: int) -> None:
+        """Refuse a gradient that cannot be averaged."""
         if bucket.params[i].grad.requires_grad:
             raise RuntimeError(
                 "a gradient of a gradient cannot be averaged: call backward without create_graph, "
@@ -117,10 +124,8 @@ class Reducer:
                 "a gradient was added to twice in one backward pass, and may have been sent in "
                 "between: checkpoint with use_reentrant=False"
             )
-        bucket.ready.add(i)
-        self._wait_for_gradients(bucket)
-        while len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].is_full:
-            self._send(self.buckets[len(self._sent)])
+        if bucket.params[i].grad.is_sparse:
+            raise ValueError("sparse gradients cannot be averaged: use Embedding(sparse=False)")
 
     def _send(self, bucket: Bucket, absent: bool = False) -> None:
         weight = 0 if absent else 1 if self.comm_hook else self._weight  # hooks divide themselves
@@ -144,8 +149,6 @@ class Reducer:
                 ranks.allreduce(bucket.flat, group=self._line)
         if self.timeline is not None:
             self.timeline.append((bucket.number, begin, time.perf_counter()))
-
-    # After backward
 
     def _end(self) -> None:
         self._state = IGNORES

@@ -13,6 +13,14 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 
+def check_sampler(k: int, rank: int, drop_last: bool, pad: bool) -> None:
+    """Refuse a rank that is none of ``k``, and a contradiction."""
+    if not 0 <= rank < k:
+        raise ValueError(f"rank must be from 0 to num_replicas - 1 = {k - 1}, not {rank}")
+    if drop_last and not pad:
+        raise ValueError("drop_last leaves examples out, pad=False keeps each: choose one")
+
+
 class DistributedSampler(Sampler[int]):
     """The indices of the examples of one rank, for a ``DataLoader``'s ``sampler=``.
 
@@ -35,10 +43,7 @@ class DistributedSampler(Sampler[int]):
     ):
         k = index(dist.get_world_size() if num_replicas is None else num_replicas)
         self.rank = index(dist.get_rank() if rank is None else rank)
-        if not 0 <= self.rank < k:
-            raise ValueError(f"rank must be from 0 to num_replicas - 1 = {k - 1}, not {self.rank}")
-        if drop_last and not pad:
-            raise ValueError("drop_last leaves examples out, pad=False keeps each: choose one")
+        check_sampler(k, self.rank, drop_last, pad)
         self.dataset, self.shuffle, self.seed = dataset, shuffle, index(seed)
         self.num_replicas, self.drop_last, self.pad = k, drop_last, pad
         self.epoch = self.start = 0

@@ -15,7 +15,7 @@ from .state_sharing import share_tensors
 # What a rank is about to do, as it tells the others before each forward pass inside join
 ABSENT = 0  # it has no batch left
 PRESENT = 1  # a forward pass without gradients, or in no_sync
-AVERAGES = 2  # a forward pass whose gradients are averaged
+TRAINS = 2  # a forward pass whose gradients are averaged
 
 
 class Join:
@@ -50,10 +50,10 @@ class Join:
         while plan := self.roll_call(ABSENT):
             if model.will_sync_module_buffers():
                 model._share_buffers()
-            if plan == AVERAGES:
+            if plan == TRAINS:
                 model.reducer.connect()
                 model.reducer.finish(absent=True)
-            model.require_forward_param_sync = plan == AVERAGES
+            model.require_forward_param_sync = plan == TRAINS
         buffers = model.module.buffers() if model.broadcast_buffers else ()
         share_tensors([*model.module.parameters(), *buffers], self.source, model.process_group)
 

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..data_parallel.scattering import parts_of, rebuild, tensors_of
+from ..guards import checked
 
 LOW_DTYPES = torch.float16, torch.bfloat16
 
@@ -113,6 +114,19 @@ def map_tensors(function: Callable, x: Any) -> Any:
     return x
 
 
+def check_autocast(device_type, dtype, enabled, **_) -> None:
+    """Refuse what is no device or type; warn where the type is none to cast to."""
+    if device_type not in LISTS:
+        raise ValueError(f"device_type has to be 'cpu' or 'cuda', not {device_type!r}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype has to be such as torch.bfloat16, not {dtype!r}")
+    if enabled and dtype not in (None, *LOW_DTYPES):
+        warnings.warn(
+            f"autocast casts to torch.float16 or torch.bfloat16, not {dtype}: it is disabled",
+            stacklevel=3,
+        )
+
+
 class autocast(TorchFunctionMode):
     """A region in which torch's functions choose their precision, as ``torch.autocast`` is.
 
@@ -137,6 +151,7 @@ class autocast(TorchFunctionMode):
     faster on a CPU without 16-bit arithmetic.
     """
 
+    @checked(check_autocast)
     def __init__(
         self,
         device_type: str = "cpu",
@@ -147,21 +162,12 @@ class autocast(TorchFunctionMode):
         emulate: bool = False,
     ):
         super().__init__()
-        if device_type not in LISTS:
-            raise ValueError(f"device_type has to be 'cpu' or 'cuda', not {device_type!r}")
         if dtype is None:
             around, _ = _REGIONS.get({}).get(device_type, (None, None))
             usual = torch.bfloat16 if device_type == "cpu" else torch.float16
             dtype = around.dtype if around else usual
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype has to be such as torch.bfloat16, not {dtype!r}")
-        if enabled and dtype not in LOW_DTYPES:
-            warnings.warn(
-                f"autocast casts to torch.float16 or torch.bfloat16, not {dtype}: it is disabled",
-                stacklevel=2,
-            )
-            enabled = False
-        self.device_type, self.dtype, self.enabled = device_type, dtype, enabled
+        self.device_type, self.dtype = device_type, dtype
+        self.enabled = enabled and dtype in LOW_DTYPES
         self.cache_enabled, self.emulate = cache_enabled, emulate
         self._before = []  # what _REGIONS was, each time this region was entered
 
@@ -171,26 +177,29 @@ class autocast(TorchFunctionMode):
         innermost, _ = _REGIONS.get({}).get(self.device_type, (None, None))
         if not self.enabled or self is not innermost or kwargs.get("out") is not None:
             return function(*args, **kwargs)
-        lists, name = LISTS[self.device_type], getattr(function, "__name__", "")
-        if name in lists.low:
+        name = getattr(function, "__name__", "")
+        if name in LISTS[self.device_type].low:
             args, kwargs = map_tensors(self._to_low, [args, kwargs])
             if not self.emulate:
                 return function(*args, **kwargs)
             args, kwargs = map_tensors(self._to_float32, [args, kwargs])
             return map_tensors(self._to_low, function(*args, **kwargs))
-        unseen = name in UNSEEN and name not in lists.full | lists.widest
-        if unseen:
+        if self._widens(name, [args, kwargs]):
+            args, kwargs = map_tensors(self._to_float32, [args, kwargs])
+        return function(*args, **kwargs)
+
+    def _widens(self, name, inputs):
+        """Return whether a function that is not in the list of 16 bits computes in float32."""
+        lists = LISTS[self.device_type]
+        if name in lists.widest:
+            return any(self._is_cast(x) and x.dtype == torch.float32 for x in tensors_of(inputs))
+        if name in UNSEEN - lists.full:
             warnings.warn(
                 f"{name} computes in float32: what it calls inside is hidden from this autocast, "
                 "but not from torch.autocast",
-                stacklevel=2,
+                stacklevel=3,
             )
-        widens = name in lists.widest and any(
-            self._is_cast(x) and x.dtype == torch.float32 for x in tensors_of([args, kwargs])
-        )
-        if unseen or widens or name in lists.full:
-            args, kwargs = map_tensors(self._to_float32, [args, kwargs])
-        return function(*args, **kwargs)
+        return name in lists.full | UNSEEN
 
     def _to_low(self, x):
         if not self._is_cast(x):

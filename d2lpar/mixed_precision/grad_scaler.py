@@ -14,9 +14,60 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .. import ranks
+from ..guards import checked
 
 SMALLEST_SCALE = 2.0**-24  # of what fits into float16, nothing overflows at this scale
 _SETTINGS = "growth_factor", "backoff_factor", "growth_interval"
+
+
+def check_grad_scaler(
+    device, init_scale, growth_factor, backoff_factor, growth_interval, **_
+) -> None:
+    """Refuse a scale that is not positive, and factors that turn it the wrong way."""
+    if not isinstance(device, str):
+        raise TypeError(f'device has to be such as "cpu", not {device!r}')
+    if not (0 < init_scale < math.inf and growth_interval > 0):
+        raise ValueError(f"must be positive: {init_scale=}, {growth_interval=}")
+    if not (growth_factor >= 1 >= backoff_factor > 0):
+        raise ValueError(
+            f"must be at least 1: {growth_factor=}; positive and at most 1: {backoff_factor=}"
+        )
+
+
+def check_unscale(self, optimizer) -> None:
+    """Refuse to divide by the scale twice."""
+    if optimizer in self._found:
+        raise RuntimeError("unscale_ or step was called already since update")
+
+
+def check_gradients(self, grads) -> None:
+    """Refuse gradients that are not there, or that float16 would round to zero again."""
+    if any(grad.dtype == torch.float16 for grad in grads):
+        raise ValueError(
+            "gradients are float16, and would be rounded to zero again: give the optimiser "
+            "float32 parameters (autocast keeps them), or float32 masters (MasterWeights)"
+        )
+    if not grads and self.group is None:
+        raise RuntimeError(
+            "no parameter of this optimiser has a gradient: call backward first, and pass the "
+            "optimiser that initialize returned"
+        )
+
+
+def check_step(self, optimizer, args, kwargs) -> None:
+    """Refuse a closure, and a second step."""
+    if self._enabled and (args or "closure" in kwargs):
+        raise RuntimeError("step takes no closure: its gradients would stay scaled")
+    if optimizer in self._stepped:
+        raise RuntimeError("step was called already since update")
+
+
+def check_update(self, new_scale) -> None:
+    """Refuse an update without a step before it, and a scale that is not positive."""
+    if self._enabled and new_scale is None and not self._found:
+        raise RuntimeError("update comes after step: no optimiser was unscaled since the last")
+    if self._enabled and new_scale is not None and not 0 < float(new_scale) < math.inf:
+        raise ValueError(f"new_scale has to be positive, not {float(new_scale)}")
 
 
 class GradScaler:
@@ -30,6 +81,7 @@ class GradScaler:
     alone, as is right after an average of gradients. ``device`` is not needed.
     """
 
+    @checked(check_grad_scaler)
     def __init__(
         self,
         device: str = "cpu",
@@ -41,14 +93,6 @@ class GradScaler:
         *,
         group: dist.ProcessGroup | None = None,
     ):
-        if not isinstance(device, str):
-            raise TypeError(f'device has to be such as "cpu", not {device!r}')
-        if not (0 < init_scale < math.inf and growth_interval > 0):
-            raise ValueError(f"must be positive: {init_scale=}, {growth_interval=}")
-        if not (growth_factor >= 1 >= backoff_factor > 0):
-            raise ValueError(
-                f"must be at least 1: {growth_factor=}; positive and at most 1: {backoff_factor=}"
-            )
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.group = growth_interval, group
         self._enabled = enabled
@@ -75,6 +119,7 @@ class GradScaler:
             raise TypeError(f"scale takes a loss, or several, and not {type(outputs).__name__}")
         return type(outputs)(map(self.scale, outputs))
 
+    @checked(check_unscale)
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimiser's parameters by the scale, in place.
@@ -83,48 +128,38 @@ class GradScaler:
         ``clip_grad_norm_``, and then read those of the parameters in ``optimizer.param_groups``: of
         a ``MasterWeights`` they are float32 copies.
         """
-        if optimizer in self._found:
-            raise RuntimeError("unscale_ or step was called already since update")
         if hasattr(optimizer, "take_gradients"):  # of 16-bit parameters, to float32 masters
             optimizer.take_gradients()
         if not self._enabled:
             return
         params = (param for group in optimizer.param_groups for param in group["params"])
-        grads = [param.grad for param in params if param.grad is not None]
-        if any(grad.dtype == torch.float16 for grad in grads):
-            raise ValueError(
-                "gradients are float16, and would be rounded to zero again: give the optimiser "
-                "float32 parameters (autocast keeps them), or float32 masters (MasterWeights)"
-            )
-        if not grads and self.group is None:
-            raise RuntimeError(
-                "no parameter of this optimiser has a gradient: call backward first, and pass the "
-                "optimiser that initialize returned"
-            )
+        found = self._divide([param.grad for param in params if param.grad is not None])
+        if self.group is not None:
+            ranks.allreduce(found, op="max", group=self.group, label="found_inf")
+        self._found[optimizer] = bool(found)
+
+    @checked(check_gradients)
+    def _divide(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        """Divide gradients by the scale; return 1 where one is infinite or NaN, else 0."""
         inverse, found = self._scale.double().reciprocal().float(), torch.zeros(())
         for grad in grads:
             values = grad._values() if grad.is_sparse else grad
             values.mul_(inverse.to(values.device))
             found = found.to(values.device).maximum((~values.isfinite().all()).float())
-        found = found.cpu()
-        if self.group is not None:
-            ranks.allreduce(found, op="max", group=self.group, label="found_inf")
-        self._found[optimizer] = bool(found)
+        return found.cpu()
 
+    @checked(check_step)
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Return what ``optimizer.step`` does; None where a gradient is infinite or NaN."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if args or "closure" in kwargs:
-            raise RuntimeError("step takes no closure: its gradients would stay scaled")
-        if optimizer in self._stepped:
-            raise RuntimeError("step was called already since update")
         if optimizer not in self._found:
             self.unscale_(optimizer)
         result = None if self._found[optimizer] else optimizer.step(**kwargs)
         self._stepped.add(optimizer)
         return result
 
+    @checked(check_update)
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Choose the next scale, or take ``new_scale``: once after the step of every optimiser.
 
@@ -132,21 +167,15 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        if new_scale is None and not self._found:
-            raise RuntimeError("update comes after step: no optimiser was unscaled since the last")
+        skipped = any(self._found.values())
         if new_scale is not None:
-            if not 0 < float(new_scale) < math.inf:
-                raise ValueError(f"new_scale has to be positive, not {float(new_scale)}")
             self._scale = torch.tensor(float(new_scale))
-        elif any(self._found.values()):
+        elif skipped:
             self._scale, self._good_steps = self._times(self.backoff_factor), 0
         else:
             self._good_steps += 1
             if self._good_steps == self.growth_interval:
-                grown = self._times(self.growth_factor)
-                self._scale = grown if grown.isfinite() else self._scale
-                self._good_steps = 0
-        skipped = any(self._found.values())
+                self._scale, self._good_steps = self._times(self.growth_factor), 0
         self._found, self._stepped = {}, set()
         if skipped and self._scale < SMALLEST_SCALE:
             raise FloatingPointError(
@@ -156,7 +185,8 @@ class GradScaler:
             )
 
     def _times(self, factor: float) -> torch.Tensor:
-        return (self._scale.double() * factor).float()
+        scale = (self._scale.double() * factor).float()
+        return scale if scale.isfinite() else self._scale
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale, the settings and the count of good steps; {} where disabled."""
@@ -177,6 +207,13 @@ class GradScaler:
             setattr(self, name, state_dict[name])
 
 
+def check_predivide(factor) -> None:
+    """Refuse a factor that is not positive."""
+    if not 0 < factor < math.inf:
+        raise ValueError(f"factor has to be positive, not {factor}")
+
+
+@checked(check_predivide)
 def predivide(factor: float) -> Callable[..., torch.futures.Future[torch.Tensor]]:
     """Return a communication hook that averages, with a division by ``factor`` before the sum.
 
@@ -186,8 +223,6 @@ def predivide(factor: float) -> Callable[..., torch.futures.Future[torch.Tensor]
     gradients of 2,000 add up to more, and if each is divided by 64 first, small ones are rounded to
     zero. A factor of √k does half of either. Our own buckets widen 16 bits and need none of this.
     """
-    if not 0 < factor < math.inf:
-        raise ValueError(f"factor has to be positive, not {factor}")
 
     def hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket):
         k = dist.get_world_size(process_group)

@@ -108,12 +108,17 @@ def initialize(
         region = {"dtype": dtype, "enabled": emulate or not casts_model, "emulate": emulate}
         model._casting = casts_model, region
         model.forward = MethodType(_cast_forward, model)  # bound: our replicas get their own
+    return model, optimizer, make_scaler(level, dtype, loss_scale)
+
+
+def make_scaler(level: Level, dtype: torch.dtype, loss_scale: float | str | None) -> GradScaler:
+    """Return a scaler whose scale is "dynamic", or stays at a number; 1 scales nothing."""
     if loss_scale is None:
         loss_scale = 1.0 if dtype == torch.bfloat16 else level.loss_scale
     if loss_scale == "dynamic":
-        return model, optimizer, GradScaler()
+        return GradScaler()
     static = {"init_scale": loss_scale, "growth_factor": 1.0, "backoff_factor": 1.0}
-    return model, optimizer, GradScaler(**static, enabled=loss_scale != 1)
+    return GradScaler(**static, enabled=loss_scale != 1)
 
 
 def _cast_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -144,6 +149,12 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool =
         for name, buffer in part.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 part._buffers[name] = buffer.to(dtype)
+
+
+def check_closure(self, closure) -> None:
+    """Refuse a closure."""
+    if closure is not None:
+        raise TypeError("step takes no closure: the masters would not get its gradients")
 
 
 class MasterWeights(Optimizer):
@@ -190,11 +201,10 @@ class MasterWeights(Optimizer):
             master.grad = None if param.grad is None else param.grad.float()
         self._taken = self._gradients()
 
+    @checked(check_closure)
     @torch.no_grad()
     def step(self, closure: None = None) -> Any:
         """Step on the masters, and round them into the parameters; takes no closure."""
-        if closure is not None:
-            raise TypeError("step takes no closure: the masters would not get its gradients")
         if not self._taken or self._taken[0] != self._gradients()[0]:
             self.take_gradients()  # not taken yet, or others have come since
         result = self.optimizer.step()

@@ -33,7 +33,7 @@ def split_channels(
     devices: Sequence[torch.device],
     exchange: Sequence[str] = EXCHANGES,
 ) -> list[list[torch.Tensor]]:
-    """Return each device's copy of its output channels of LeNet's eight parameters, gradients on.
+    """Return each device's channels of LeNet's eight parameters: copies, with gradients on.
 
     The weights of a layer not in ``exchange`` lose those from other devices' channels.
     """
@@ -45,13 +45,19 @@ def split_channels(
         outputs, inputs = (0, 1) if is_conv else (1, 0)  # dimensions of the weight
         for d, device in enumerate(devices):
             own_W, own_b = W.tensor_split(k, outputs)[d], b.tensor_split(k)[d]
-            if i > 0 and layer not in exchange:  # a channel is several inputs of a linear layer
-                channels = own_W.unflatten(inputs, (params[2 * i - 1].numel(), -1))
-                own_W = channels.tensor_split(k, inputs)[d].flatten(inputs, inputs + 1)
+            if i > 0 and layer not in exchange:
+                num_channels = len(params[2 * i - 1])  # of the layer before
+                own_W = own_inputs(own_W, inputs, num_channels, k)[d]
             own_W = channels_last(own_W) if is_conv else own_W
             for param in (own_W, own_b):
                 device_params[d].append(param.detach().to(device, copy=True).requires_grad_())
     return device_params
+
+
+def own_inputs(W: torch.Tensor, dim: int, num_channels: int, k: int) -> list[torch.Tensor]:
+    """Cut the inputs of ``W`` into ``k`` parts of whole channels."""
+    channels = W.unflatten(dim, (num_channels, -1))  # a channel is 16 inputs of linear1
+    return [part.flatten(dim, dim + 1) for part in channels.tensor_split(k, dim)]
 
 
 def split_lenet(

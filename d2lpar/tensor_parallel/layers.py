@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import ranks
+from ..guards import checked
 from ..network import channels_last
 from ..ranks.members import Group, check_group
 
@@ -59,11 +60,17 @@ def place_in(group: Group) -> tuple[int, int]:
     return dist.get_world_size(group), dist.get_rank(group)
 
 
+def check_part(tensor, dim, group) -> None:
+    """Refuse a part for a rank outside the group, and more ranks than there is to cut."""
+    k, _ = place_in(group)
+    if tensor.shape[dim] < k:
+        raise ValueError(f"{tensor.shape[dim]} columns, rows or channels are too few for {k} ranks")
+
+
+@checked(check_part)
 def own_part(tensor: torch.Tensor, dim: int, group: Group = None) -> torch.Tensor:
     """Return a copy of this rank's part of ``tensor``, cut along ``dim`` by ``tensor_split``."""
     k, me = place_in(group)
-    if tensor.shape[dim] < k:
-        raise ValueError(f"{tensor.shape[dim]} columns, rows or channels are too few for {k} ranks")
     return tensor.detach().tensor_split(k, dim)[me].clone()
 
 
