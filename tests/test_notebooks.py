@@ -179,7 +179,7 @@ def check_code(nb):
         yield "not formatted: make format"
 
 
-NOT_YET = {}
+NOT_YET = set()
 CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
 
 
