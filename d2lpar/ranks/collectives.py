@@ -179,7 +179,7 @@ def all_gather_int(
 
 
 def choose(nbytes: int, k: int) -> Schedule:
-    """Return the fastest schedule for ``nbytes`` bytes on ``k`` ranks, or nearly the fastest.
+    """Return the schedule to use for ``nbytes`` bytes on ``k`` ranks of one machine.
 
     Two ranks exchange whole tensors: in one step they send as much as otherwise in two. Star and
     direct cross between 1 and 4 MB (2 cores, 3 to 8 ranks): ``benchmarks/bench_ranks.py``.
