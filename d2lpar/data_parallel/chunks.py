@@ -34,7 +34,7 @@ class ChunkedLoss(nn.Module):
 
     The devices share the positions, and take ``chunk_size`` at a time through ``generator``, which
     is on ``devices[0]`` and maps (n, d) to (n, classes), and ``criterion``. A chunk's gradients are
-    computed at once, and its logits forgotten; ``backward`` only scales the gradients: hooks and
+    computed in forward, and its logits forgotten; ``backward`` only scales the gradients: hooks and
     functions in the generator see them unscaled. For ``count`` see ``DataParallelCriterion``.
 
     With ``recompute``, ``backward`` computes the logits again, with the same random numbers. That
@@ -70,7 +70,7 @@ class ChunkedLoss(nn.Module):
         devices = self.devices[: max(1, len(hidden))]
         criterion, own = self.deal(hidden, target, devices)
         twice = self.recompute or getattr(criterion, "reduction", None) == "none"
-        compute = compute_twice if twice else compute_at_once
+        compute = compute_twice if twice else compute_in_forward
         generators, criteria = (copies_for(devices, m) for m in (self.generator, criterion))
         losses = [
             to_device(compute(generators[i], criteria[i], own[i]), devices[0], i, 0)
@@ -98,7 +98,7 @@ class ChunkedLoss(nn.Module):
 Chunks = list[tuple[float, torch.Tensor, torch.Tensor]]  # (weight, hidden, target)
 
 
-def compute_at_once(generator: Callable, criterion: Callable, chunks: Chunks) -> torch.Tensor:
+def compute_in_forward(generator: Callable, criterion: Callable, chunks: Chunks) -> torch.Tensor:
     """Return the weighted sum of the losses of one device's chunks, its gradients computed."""
     generator_on_leaves, params = on_leaves(generator)
     criterion_on_leaves, more = on_leaves(criterion)
