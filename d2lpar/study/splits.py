@@ -100,7 +100,8 @@ class _Watch:
         """Call a layer; return what it needs, and its output."""
         self.tallies = {False: _Tally(), True: _Tally()}  # outside and inside
         self.forward_sums, self.backward_sums = [], []  # bytes
-        self.saved, self.whole, self.counted = {}, {X.data_ptr()}, 0
+        self.saved, self.counted = {}, 0
+        self.whole = set() if self.inside else {X.data_ptr()}  # inside, each has a part of X
         with (
             torch.enable_grad(),
             FlopCounterMode(display=False, custom_mapping=ATTENTION) as self.counter,

@@ -31,6 +31,12 @@ def test_profile_of_lenet_by_hand(layers):
     assert [layer.output for layer in layers] == [4 * 20 * 144, 4 * 800, 4 * 128, 4 * 10]
     assert [layer.forward_sums for layer in layers] == [(), (4 * 3200,), (), (4 * 10,)]
     assert [layer.backward_sums for layer in layers] == [(), (), (4 * 800,), ()]  # not the images'
+    assert [layer.saved for layer in layers] == [
+        (4 * 26 * 26, 4 * 20 * 24 * 24),  # the cropped images; what the first ReLU returns
+        (4 * 50 * 8 * 8, 4 * 20 * 12 * 12),  # behind the sum; the rank's own channels
+        (4 * 800, 0),  # behind the copy
+        (0, 4 * 128),  # the rank's own columns
+    ]
 
 
 def test_profile_divides_what_is_between_copy_and_sum():
@@ -91,6 +97,18 @@ def test_data_and_tensor_splits_send_what_the_real_ones_send(layers):
     whole, divided = (sum(layer.saved[part] for layer in layers) for part in (0, 1))
     assert cost.memory == round(PARAMETERS + 16 * (whole + divided / 2))
     assert 4 * found[0][2] - PARAMETERS / 2 == 2 * (50 + 10)  # but for biases, whole on each rank
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_tensor_split_holds_what_the_real_one_keeps(layers, k):
+    def run(rank, k):
+        network, X = TensorParallelLeNet(init_params()), torch.rand(16, 1, 28, 28)
+        _, saved = saved_memory(lambda: network(X), list(network.parameters()))
+        return saved
+
+    whole, divided = (sum(layer.saved[part] for layer in layers) for part in (0, 1))
+    kept = 4 * (28 * 28 - 26 * 26)  # the crop is a view here, which keeps the whole image
+    assert sum(launch(run, k)) == 16 * (k * (whole + kept) + divided)
 
 
 @pytest.mark.parametrize("ends", [(0, 2, 4), (0, 1, 2, 4), range(5)])
