@@ -29,7 +29,7 @@ from .picture import (
     text_width,
 )
 
-KEY = "Grid: what a device holds/Column: a chunk/Row: from which device/Frame: the whole sum"
+KEY = "Grid: what each holds/Column: a chunk/Row: whose contribution/Frame: the whole sum"
 KEY += "/Number: chunk received/Solid arrow: is added/Dashed arrow: is copied/Thicker: more bytes"
 DISC, STAGE = 10, 58  # the radius of a device and the height of a stage, in pixels
 
@@ -48,7 +48,7 @@ def schedule(function: Callable[[int], list[list[Move]]], k: int, title: str = "
     columns = 4 if k < 6 else 3
     panel = _Panel(k, n, WIDTH / columns)
     panels = [panel.draw("start", [], None, states[0])]
-    alt = f"{title}: {k} devices, {len(steps)} steps, the tensor in {n} chunk{'s' * (n > 1)}."
+    alt = f"{title}: {k} participants, {len(steps)} steps, the tensor in {n} chunk{'s' * (n > 1)}."
     for i, step in enumerate(steps, 1):
         panels.append(panel.draw(f"step {i}", step, states[i - 1], states[i]))
         whole = sum(held == tuple(range(k)) for device in states[i] for held in device)

@@ -57,8 +57,8 @@ def test_devices_and_what_they_hold_do_not_overlap():
 def test_the_alternative_text_of_a_schedule_tells_its_steps():
     alt = plot.schedule(ring, 3).alt
     assert alt.startswith(
-        "ring(3): 3 devices, 4 steps, the tensor in 3 chunks. Step 1: 0 to 1: chunk 2, 1 to 2: "
-        "chunk 0, 2 to 0: chunk 1, added; 0 of 9 sums are whole. Step 2:"
+        "ring(3): 3 participants, 4 steps, the tensor in 3 chunks. Step 1: 0 to 1: chunk 2, "
+        "1 to 2: chunk 0, 2 to 0: chunk 1, added; 0 of 9 sums are whole. Step 2:"
     )
     assert alt.endswith("copied; 9 of 9 sums are whole.")
     assert "56 messages, added; 8 of 64" in plot.schedule(direct, 8).alt
