@@ -118,8 +118,8 @@ def compute_in_forward(generator: Callable, criterion: Callable, chunks: Chunks)
         with torch.autocast(loss.device.type, enabled=False):  # as in backward
             found = torch.autograd.grad(part, leaves, allow_unused=True)
         for leaf, grad in zip(leaves, found, strict=True):
-            if grad is not None:
-                add_to(grads, origins[leaf], grad)
+            add_to(grads, origins[leaf], grad)
+        found = grad = None  # or they would stay while the next chunk is computed
     return KnownGradients.apply(total.to(loss.dtype), list(grads.values()), *grads)
 
 
@@ -133,11 +133,13 @@ def on_leaves(module: Callable) -> tuple[Callable, dict[torch.Tensor, torch.Tens
     return lambda *args: functional_call(module, leaves, args), origins
 
 
-def add_to(sums: dict[torch.Tensor, torch.Tensor], key: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add ``grad`` in place to the sum of ``key``, of 16-bit numbers as float32."""
-    if key in sums:
+def add_to(
+    sums: dict[torch.Tensor, torch.Tensor], key: torch.Tensor, grad: torch.Tensor | None
+) -> None:
+    """Add ``grad``, if there is one, in place to the sum of ``key``; 16 bits as float32."""
+    if grad is not None and key in sums:
         sums[key].add_(grad)
-    else:
+    elif grad is not None:
         sums[key] = widened(grad).clone()  # it may be the gradient of another tensor, too
 
 

@@ -67,6 +67,13 @@ def test_the_peak_falls_with_the_size_of_the_chunks(recompute):
     assert peak(128) < peak(1024) / 5
 
 
+def test_no_chunk_keeps_the_gradients_of_the_one_before():
+    generator, hidden, target = problem(8, 5000, torch.float32)
+    loss = chunked(generator, size=1)
+    peak = peak_memory(lambda: loss(hidden, target).backward(), CPU)
+    assert peak < 2.5 * sum(param.nbytes for param in generator.parameters())  # sums, and one's
+
+
 @both
 def test_the_ledger_counts_what_chunks_need(recompute):
     generator, hidden, target = problem(5)
