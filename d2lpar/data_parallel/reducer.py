@@ -8,11 +8,10 @@ the averages. Notebook 07 uses this file. Sources: Li et al. (see ``buckets``), 
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextvars import copy_context
 from functools import partial
 from threading import Event, Lock
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +91,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._state, self._weight_is_used = IGNORES, True
-        self._sent: list[Future] = []  # one per bucket that is under way
+        self._sent = []  # a future for each bucket that is under way
         for bucket in self.buckets:
             bucket.ready.clear()
 
@@ -188,7 +187,7 @@ class Reducer:
             stream.wait_event(torch.cuda.current_stream(stream.device).record_event())
 
 
-def _on_gradient(me: weakref.ref, bucket: Bucket, i: int, _: Any) -> None:
+def _on_gradient(me: weakref.ref, bucket: Bucket, i: int, _: torch.Tensor) -> None:
     reducer = me()
     if reducer is not None and reducer._state != IGNORES:
         with reducer._lock:
