@@ -129,9 +129,10 @@ class Memory(NamedTuple):
 def memory_of(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> Memory:
     """Return what an iteration of ``form`` holds on each device; the arguments are ``trace``'s.
 
-    On GPUs it is the peak that the allocator of each reports. On virtual devices it is counted, as
-    an upper bound: parameters with buffers; gradients, of parameters and of outputs; outputs; and
-    activations: what else autograd saves.
+    On GPUs it is the peak that the allocator of each reports. On virtual devices it is counted:
+    parameters with buffers; gradients, of parameters and of outputs; outputs; and activations: what
+    else autograd saves. Not counted are the gradients inside the module and the criterion, which
+    live for a moment of backward.
     """
     module, devices, X = deepcopy(module), check_devices(devices), X.detach()
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
