@@ -46,7 +46,7 @@ def shards_of(rows: torch.Tensor, k: int, dim: int = 0) -> Sequence[torch.Tensor
     """Split a tensor in ``k``; the first parts have one row more where ``k`` does not divide."""
     few, more = divmod(rows.shape[dim], k)
     shards = rows.split([few + (i < more) for i in range(k)], dim)
-    if rows.requires_grad:  # autograd lets nobody write to such views, not even ReLU(inplace=True)
+    if rows.requires_grad:  # autograd forbids writing to such views, as ReLU(inplace=True) does
         return [shard.clone() for shard in shards]
     return shards
 
