@@ -1,8 +1,8 @@
 """d2lpar: how deep networks are trained on many devices, every part built by hand on torch.
 
 Each room is one subject, from the ground up: ``collectives``, ``ranks``, ``data_parallel``,
-``mixed_precision``, ``pipeline``, ``tensor_parallel``, ``study``, ``plot``. A room, and each of the
-names below, is loaded when it is first used.
+``mixed_precision``, ``sharding``, ``pipeline``, ``tensor_parallel``, ``study``, ``plot``. A room, and
+each of the names below, is loaded when it is first used.
 """
 
 from importlib import import_module
@@ -18,6 +18,7 @@ _NAMES = (
     ("data_parallel", "DataParallel DataParallelCriterion DataParallelModel ChunkedLoss"),
     ("data_parallel", "DistributedDataParallel DistributedSampler SyncBatchNorm"),
     ("mixed_precision", "GradScaler autocast"),
+    ("sharding", "ShardedOptimizer fully_shard"),
     ("pipeline", "DistributedPipeline Pipeline cut"),
     ("tensor_parallel", "ColumnParallelLinear RowParallelLinear"),
 )
@@ -35,7 +36,7 @@ _EARLIER_NAMES = (
     ("tensor_parallel", "vocab_parallel_cross_entropy"),
     ("training", "History accuracy get_params print_progress split_batch train_batch"),
 )
-_ROOMS = ("collectives", "ranks", "data_parallel", "mixed_precision", "pipeline")
+_ROOMS = ("collectives", "ranks", "data_parallel", "mixed_precision", "sharding", "pipeline")
 _ROOMS += ("tensor_parallel", "study", "plot")
 __all__ = [*_ROOMS, *(name for _, names in _NAMES for name in names.split())]
 

@@ -19,7 +19,8 @@ from saved_cells import MARK, NAMED, own_base
 
 PACKAGE = ROOT / "d2lpar"
 HEAD = "room", "files", "lines", "code", "docstring", "public", "shown"
-ALGORITHMS = "collectives", "data_parallel", "mixed_precision", "pipeline", "tensor_parallel"
+ALGORITHMS = "collectives", "data_parallel", "mixed_precision", "sharding", "pipeline"
+ALGORITHMS += ("tensor_parallel",)
 DOCUMENTED = (ast.Module, *NAMED)
 
 

@@ -23,7 +23,13 @@ def share_state(
 
     Rank 0 is the first of ``group``. All raise a ValueError that names the first difference.
     """
-    state = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
+    share_named([*module.named_parameters(), *(module.named_buffers() if buffers else ())], group)
+
+
+def share_named(
+    state: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None = None
+) -> None:
+    """Do the same for a list of names and tensors."""
     mine = "\n".join(f"{name}, {_describe(tensor)}" for name, tensor in state)
     text = torch.frombuffer(bytearray(mine.encode() + b"\0"), dtype=torch.uint8)
     texts = bytes(ranks.all_gather(text, group).tolist()).decode().split("\0")[:-1]

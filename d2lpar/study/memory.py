@@ -2,7 +2,9 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from threading import RLock
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -10,14 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode  # "Extending PyTorch
 
 from ..data_parallel.scattering import tensors_of
 from ..devices import as_device, num_bytes
+from ..ranks.point_to_point import Sender
 
 
 def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
     """Call ``function`` and return by how many bytes the tensors on ``device`` grew at most.
 
     On a GPU its allocator reports this. On a CPU it is counted: the storage of every tensor that an
-    operation of this thread returns, or of its backward pass, until it is freed. What operations
-    use inside, and other threads, are not seen.
+    operation of this thread returns, of its backward pass, or of a communication thread
+    (``Sender``), until it is freed. What operations use inside, and other threads, are not seen.
     """
     device = as_device(device)
     if device.type == "cuda":
@@ -27,48 +30,70 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with _LiveTensors(device) as tensors:
-        function()
-    return tensors.peak
+    live, submit = _Live(device), Sender.submit
+
+    def watched(function: Callable, *args: Any) -> Any:
+        with _Watch(live):
+            return function(*args)
+
+    with (
+        _Watch(live),
+        mock.patch.object(Sender, "submit", lambda sender, *call: submit(sender, watched, *call)),
+    ):
+        try:
+            function()
+        finally:
+            live.forget_all()
+    return live.peak
 
 
-class _LiveTensors(TorchDispatchMode):
-    """Count the bytes of storages that operations make while the mode is on."""
+class _Live:
+    """The storages on a device that are alive, and their bytes."""
 
     def __init__(self, device: torch.device):
-        super().__init__()
-        self.device, self.live, self.peak = device, 0, 0
+        self.device, self.nbytes, self.peak = device, 0, 0
         self._known: dict[int, weakref.finalize] = {}  # by storage, also of those not counted
+        self._lock = RLock()  # a storage may be freed while another one is noted
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Count the storages that an operation makes."""
-        for tensor in tensors_of([args, kwargs or {}]):
-            self._note(tensor, made_here=False)
-        result = function(*args, **(kwargs or {}))
-        for tensor in tensors_of([result]):
-            self._note(tensor, made_here=True)
-        return result
-
-    def _note(self, tensor: torch.Tensor, made_here: bool) -> None:
+    def note(self, tensor: torch.Tensor, made_here: bool) -> None:
+        """Count the storage of a tensor, if it was not seen before and was made here."""
         if tensor.layout != torch.strided or tensor.device != self.device:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._known:
-            nbytes = storage.nbytes() if made_here else 0
-            self.live += nbytes
-            self.peak = max(self.peak, self.live)
-            self._known[key] = weakref.finalize(storage, self._forget, key, nbytes)
+        with self._lock:
+            if key not in self._known:
+                nbytes = storage.nbytes() if made_here else 0
+                self.nbytes += nbytes
+                self.peak = max(self.peak, self.nbytes)
+                self._known[key] = weakref.finalize(storage, self._forget, key, nbytes)
 
     def _forget(self, key: int, nbytes: int) -> None:
-        del self._known[key]
-        self.live -= nbytes
+        with self._lock:
+            del self._known[key]
+            self.nbytes -= nbytes
 
-    def __exit__(self, *error):
+    def forget_all(self) -> None:
         """Stop counting, also of what is freed later."""
         for finalizer in list(self._known.values()):
             finalizer.detach()
-        return super().__exit__(*error)
+
+
+class _Watch(TorchDispatchMode):
+    """Note the tensors that operations of one thread are given and return."""
+
+    def __init__(self, live: _Live):
+        super().__init__()
+        self.live = live
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Count the storages that an operation makes."""
+        for tensor in tensors_of([args, kwargs or {}]):
+            self.live.note(tensor, made_here=False)
+        result = function(*args, **(kwargs or {}))
+        for tensor in tensors_of([result]):
+            self.live.note(tensor, made_here=True)
+        return result
 
 
 def saved_memory(function: Callable, without: Iterable[torch.Tensor] = ()) -> tuple[Any, int]:

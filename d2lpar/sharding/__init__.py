@@ -1,0 +1,13 @@
+"""Sharded training: a rank keeps a part of what data parallelism keeps on every rank (ZeRO).
+
+Read ``shards`` first (a parameter's part on this rank), then ``optimizer``, where only the state is
+divided (ZeRO-1). Gradients and parameters are divided too (ZeRO-2 and 3) by ``units``, which are
+gathered before use and freed after it, ``traffic``, which puts their messages in one order, and
+``sharded_module``, the entry. ``clipping`` is for a norm over shards, ``full_state`` saves and loads.
+"""
+
+from .clipping import clip_grad_norm_
+from .full_state import full_state_dict, load_full_state_dict
+from .optimizer import ShardedOptimizer
+from .sharded_module import FSDPModule, fully_shard
+from .shards import Shard

@@ -1,0 +1,55 @@
+"""The norm of gradients that lie in shards. Notebook 14 uses this file."""
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from .. import ranks
+from .shards import Shard
+
+
+def check_clip(parameters, norm_type) -> None:
+    """Refuse a norm that cannot be taken in parts, and shards of several groups."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type has to be positive, not {norm_type!r}")
+    if len({param.group for param in parameters if isinstance(param, Shard)}) > 1:
+        raise ValueError("the shards are of several groups: clip those of each group alone")
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients in place so that the norm of all is at most ``max_norm``; return the norm.
+
+    It is ``torch.nn.utils.clip_grad_norm_``, but the norm is that of whole parameters, of which
+    each rank has a shard: called by all ranks of their group. What is no shard counts once.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    check_clip(parameters, norm_type)
+    groups = [param.group for param in parameters if isinstance(param, Shard)]
+    norm_of = partial(_norm_of, norm_type=float(norm_type), foreach=foreach)
+    norm = norm_of([param for param in parameters if isinstance(param, Shard)])
+    if groups:
+        everyones = ranks.all_gather(norm, groups[0], label="norms")
+        norm = torch.linalg.vector_norm(everyones, norm_type)
+    rest = norm_of([param for param in parameters if not isinstance(param, Shard)])
+    norm = torch.linalg.vector_norm(torch.stack([norm, rest]), norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {norm}, so it cannot clip them; "
+            "leave out error_if_nonfinite to scale them all the same"
+        )
+    clip_grads_with_norm_(parameters, max_norm, norm, foreach)
+    return norm
+
+
+def _norm_of(params: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
+    grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
+    return get_total_norm(grads, norm_type, foreach=foreach)

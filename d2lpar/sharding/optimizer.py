@@ -1,0 +1,179 @@
+"""ZeRO-1: an optimiser of which each rank keeps the state of a part of every parameter.
+
+Notebook 14 builds this file. Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward
+Training Trillion Parameter Models" (SC 2020), ``torch.distributed.optim.ZeroRedundancyOptimizer``.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from .. import ranks
+from ..guards import checked
+from ..ranks.collectives import even_bounds
+from ..ranks.members import check_group
+from .full_state import full_state_dict, load_full_state_dict
+from .shards import Shard, is_dense, line, make_shard
+
+
+def check_optimizer(optimizer_class, process_group, overlap_with_ddp, **_) -> None:
+    """Refuse what is no class of optimisers, and what only torch's has."""
+    check_group(process_group)
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(
+            f"optimizer_class has to be a class such as torch.optim.Adam, not {optimizer_class!r}"
+        )
+    if overlap_with_ddp:
+        raise NotImplementedError("overlap_with_ddp is not supported here: leave it out")
+
+
+def check_param_group(self, param_group) -> None:
+    """Refuse parameters whose memory cannot be divided."""
+    params = param_group["params"]
+    for param in [params] if isinstance(params, torch.Tensor) else params:
+        if isinstance(param, torch.Tensor) and not is_dense(param):
+            raise ValueError(
+                f"a parameter of shape {list(param.shape)} has strides {list(param.stride())}: it "
+                "has to lie in memory without gaps, so make it from a .clone()"
+            )
+
+
+class ShardedOptimizer(Optimizer):
+    """Updates this rank's part of every parameter, then gathers the parts of all ranks (ZeRO-1).
+
+    It takes what ``ZeroRedundancyOptimizer`` takes, which deals out whole parameters instead. The
+    optimiser within has to treat each element alone, as SGD, Adam and AdamW do, and LARS, Adafactor
+    or Muon do not. ``parameters_as_bucket_view`` makes no difference: parts are views anyway.
+
+    With ``averages``, which is ours, the optimiser also averages the gradients: use it without
+    DistributedDataParallel. A rank then gets only its part of the mean, and ``step`` sets the
+    parameters' gradients to None. A parameter that some ranks have not used counts as zero there.
+    """
+
+    @checked(check_optimizer)
+    def __init__(
+        self,
+        params: Iterable,
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        averages: bool = False,
+        **defaults: Any,
+    ):
+        self.process_group, self.averages = process_group or dist.group.WORLD, averages
+        self.shards: dict[torch.Tensor, Shard] = {}  # by parameter
+        self.optim: Optimizer | None = None  # of the shards
+        self._make = partial(optimizer_class, **defaults)
+        self._has_gradients = False  # whether the shards have theirs
+        self._full: dict = {}  # what consolidate_state_dict has gathered
+        super().__init__(params, defaults)
+        self.defaults, self.state = self.optim.defaults, self.optim.state
+
+    @checked(check_param_group)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, of each of which this rank updates a part."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        own = {**group, "params": [self._shard_of(param) for param in group["params"]]}
+        if self.optim is None:
+            self.optim = self._make([own])
+        else:
+            self.optim.add_param_group(own)
+        group.update(_settings(self.optim.param_groups[-1]))  # with the defaults of its class
+
+    def _shard_of(self, param: torch.Tensor) -> Shard:
+        bounds = even_bounds(param.numel(), self.process_group.size())
+        sizes = [end - begin for begin, end in pairwise(bounds)]
+        me = self.process_group.rank()
+        own = line(param)[bounds[me] : bounds[me + 1]]
+        self.shards[param] = make_shard(own, param, sizes, self.process_group)
+        return self.shards[param]
+
+    @torch.no_grad()
+    def scatter_gradients(self) -> None:
+        """Give each shard its part of the gradient; ``step`` does it where it has not been done.
+
+        To clip by the norm of the mean, call it, then ``clip_grad_norm_(optimizer.shards.values(),
+        …)``.
+        """
+        used = [param.grad is not None for param in self.shards]
+        if self.averages:
+            somewhere = torch.tensor(used)
+            ranks.allreduce(somewhere, op="max", group=self.process_group, label="used parameters")
+            used = somewhere.tolist()
+        for (param, shard), is_used in zip(self.shards.items(), used, strict=True):
+            if not is_used:
+                shard.grad = None
+            elif self.averages:
+                shard.grad = self._mean_of(param)
+            else:
+                shard.grad = line(param.grad, like=param)[shard.span]
+        self._has_gradients = True
+
+    def _mean_of(self, param: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the mean gradient, and free the gradient."""
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        own = ranks.reduce_scatter(line(grad, like=param), "mean", self.process_group)
+        param.grad = None
+        return own.clone()  # the view would keep the memory of the whole gradient
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update this rank's parts, gather all, and return what ``closure`` does."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if not self._has_gradients:
+            self.scatter_gradients()
+        for group, own in zip(self.param_groups, self.optim.param_groups, strict=True):
+            own.update(_settings(group))  # a scheduler may have changed them
+        self.optim.step(**kwargs)
+        for param, shard in self.shards.items():
+            if shard.grad is not None:
+                line(param).copy_(ranks.all_gather(shard, self.process_group))
+                shard.grad = None
+        self._has_gradients = False
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the parameters and of their parts."""
+        super().zero_grad(set_to_none)
+        for shard in self.shards.values():
+            shard.grad = None
+        self._has_gradients = False
+
+    def full_state_dict(self, dst: int | None = None) -> dict[str, Any]:
+        """Return, on rank ``dst``, the state that the optimiser would have alone; {} elsewhere."""
+        return full_state_dict(self.optim, dst)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the state on rank ``to``, where ``state_dict`` then returns it, as in torch."""
+        self._full = self.full_state_dict(to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``consolidate_state_dict`` has gathered, on the rank that it was told."""
+        if not self._full:
+            raise RuntimeError(
+                "this rank has only a part of the state: call consolidate_state_dict(to) on all "
+                "ranks, then state_dict on rank `to`"
+            )
+        return self._full
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of a full state, of any number of ranks: called on all ranks."""
+        load_full_state_dict(self.optim, state_dict)
+        self.state = self.optim.state
+        for group, own in zip(self.param_groups, self.optim.param_groups, strict=True):
+            group.update(_settings(own))
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}

@@ -1,0 +1,215 @@
+"""ZeRO-2 and 3: modules of whose parameters each rank keeps a part.
+
+This file is the entry; ``units`` has the algorithm. Notebook 14 uses it. Source:
+``torch.distributed.fsdp.fully_shard``, of which it has the names.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..data_parallel.state_sharing import share_named
+from ..guards import checked
+from ..ranks.members import check_group
+from .shards import Shard, is_dense
+from .units import Unit
+
+NOT_SHARDED = nn.ModuleList, nn.ModuleDict, nn.DataParallel, nn.parallel.DistributedDataParallel
+
+
+def check_fully_shard(
+    module,
+    mesh,
+    reshard_after_forward,
+    shard_placement_fn,
+    offload_policy,
+    ignored_params,
+    group,
+    **_,
+) -> None:
+    """Refuse what is no module, what cannot be sharded, and what only torch's supports."""
+    check_group(group)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module has to be one nn.Module, not a {type(module).__name__}")
+    if isinstance(module, FSDPModule):
+        raise ValueError(f"this {type(module).__name__} has been sharded already")
+    if isinstance(module, NOT_SHARDED):
+        raise ValueError(
+            f"a {type(module).__name__} cannot be sharded: shard the modules in it, or around it"
+        )
+    if not isinstance(reshard_after_forward, (bool, type(None))):
+        raise NotImplementedError(
+            f"reshard_after_forward={reshard_after_forward!r}: only True and False are supported"
+        )
+    if shard_placement_fn is not None or hasattr(offload_policy, "pin_memory"):
+        raise NotImplementedError(
+            "shard_placement_fn and CPUOffloadPolicy are not supported here: use "
+            "torch.distributed.fsdp.fully_shard for them"
+        )
+    if mesh is not None and (group is not None or mesh.ndim > 2):
+        raise ValueError("pass a group, or a mesh: (shards) or (replicas, shards)")
+    check_parameters(module, set(ignored_params or ()))
+
+
+def check_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Refuse parameters that cannot lie in one line, and those that belong to another unit."""
+    names = {part: name for name, part in module.named_modules()}
+    kinds = {}  # dtype and device: the first name
+    for part, key in _places(module, ignored):
+        param, name = part._parameters[key], f"{names[part]}.{key}".strip(".")
+        if isinstance(param, (Moved, Shard)):
+            raise ValueError(
+                f"{name} belongs to another unit, which was sharded before: shard only the module "
+                "that contains all that use it"
+            )
+        if isinstance(param, nn.UninitializedParameter) or param.is_meta or not is_dense(param):
+            raise ValueError(f"{name} has no memory yet, or lies in it with gaps: initialise it")
+        if not param.is_floating_point():
+            raise ValueError(
+                f"{name} is {param.dtype}, not floating-point: put it into ignored_params"
+            )
+        kinds.setdefault((param.dtype, param.device), name)
+    if len(kinds) > 1:
+        found = ", ".join(f"{name} {dtype} on {device}" for (dtype, device), name in kinds.items())
+        raise ValueError(f"the parameters of one unit must be of one kind, not {found}")
+
+
+@checked(check_fully_shard)
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn=None,
+    mp_policy=None,
+    offload_policy=None,
+    ignored_params: set[nn.Parameter] | None = None,
+    group: dist.ProcessGroup | None = None,
+    prefetch: bool = False,
+) -> nn.Module:
+    """Leave each rank a shard of the module's parameters, in place; return the module.
+
+    The parameters of one call are a *unit*. Call it on parts first, such as each layer, then on the
+    whole, which takes what is left; make the optimiser afterwards. All ranks begin with the
+    parameters and buffers of the first one. ``module.parameters()`` then are ``Shard``s, flat and
+    some of them empty; while a unit computes, its modules have whole parameters. Gradients are the
+    mean over ranks, in float32 where the shards are of 16 bits.
+
+    Not as in torch: tied parameters have to be in one unit; under ``torch.autocast`` weights would
+    be kept in 16 bits, which is refused; and float16 and bfloat16 are always added as float32.
+
+    Args:
+        mesh: of one dimension, the shards; or of two: replicas, then shards (the hybrid form).
+        reshard_after_forward: whether to free parameters between forward and backward (ZeRO-3), or
+            keep them (False: ZeRO-2). None: free all but those of the outermost unit.
+        mp_policy: torch's ``MixedPrecisionPolicy``, or an object with its four attributes.
+        ignored_params: these stay as they are, and their gradients too.
+        group: ours; the ranks among which to divide, instead of a mesh. None: all.
+        prefetch: ours; whether to gather the next unit, and reduce the one before, while one
+            computes. It takes the memory of one unit more, and pays where messages wait for a link,
+            not where the ranks fill all cores. That of the outermost unit counts.
+    """
+    shards, replicas = group or dist.group.WORLD, None
+    if mesh is not None:
+        shards, replicas = (
+            mesh.get_group(mesh.ndim - 1),
+            mesh.get_group(0) if mesh.ndim > 1 else None,
+        )
+    places = _places(module, set(ignored_params or ()))
+    params = [part._parameters[name] for part, name in places]
+    parts = _own_parts(module)
+    buffers = [item for part in parts for item in part.named_buffers(recurse=False)]
+    for members in (replicas, shards) if replicas else (shards,):
+        named = [(name, param) for (_, name), param in zip(places, params, strict=True)]
+        share_named([*named, *buffers], members)
+    unit = Unit(module, places, shards, replicas, reshard_after_forward, mp_policy, prefetch)
+    for part in parts if unit.shards else [module]:
+        part.register_forward_pre_hook(unit.open, prepend=True, with_kwargs=True)
+        part.register_forward_hook(unit.close, always_call=True)
+    for param in set(params):
+        param.data = param.new_empty(0)
+        param.__class__ = Moved
+    module._unit = unit
+    module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
+    return module
+
+
+class FSDPModule:
+    """What a module can do after ``fully_shard``, by torch's names."""
+
+    _unit: Unit
+
+    def _units(self, recurse: bool = True) -> list[Unit]:
+        parts = self.modules() if recurse else [self]
+        return [part._unit for part in parts if isinstance(part, FSDPModule)]
+
+    def unshard(self) -> None:
+        """Make this unit's parameters whole, to be read; ``reshard`` or a forward pass ends it."""
+        self._unit.join_traffic()
+        self._unit.swap_in()
+
+    def reshard(self) -> None:
+        """Free this unit's parameters but for the shards."""
+        self._unit.swap_out()
+        self._unit.free()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether gradients are averaged, or kept whole on each rank and added up until then."""
+        for unit in self._units(recurse):
+            unit.syncs = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let each rank add up gradients alone, for the backward passes that are made inside."""
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.set_requires_gradient_sync(True)
+
+    @property
+    def timeline(self) -> list | None:
+        """A list set here gets ("gather" or "reduce", unit, begin, end) in seconds per message."""
+        return self._unit.timeline
+
+    @timeline.setter
+    def timeline(self, value: list | None) -> None:
+        self._unit.timeline = value
+
+    def __deepcopy__(self, memo):
+        raise TypeError("a sharded module cannot be copied: load its full state into another one")
+
+
+class Moved(nn.Parameter):
+    """What a parameter becomes once its elements are in shards: of no use to anybody."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise RuntimeError(
+            "this parameter was divided among the ranks by fully_shard: make the optimiser "
+            "afterwards, from module.parameters(), and shard tied parameters in one unit"
+        )
+
+
+def _own_parts(module: nn.Module) -> list[nn.Module]:
+    """Return the module and those in it, without the ones that were sharded before."""
+    parts = [module]
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            parts += _own_parts(child)
+    return list(dict.fromkeys(parts))
+
+
+def _places(module: nn.Module, ignored: set[nn.Parameter]) -> list[tuple[nn.Module, str]]:
+    """Return where the parameters of a new unit are: module and name."""
+    return [
+        (part, name)
+        for part in _own_parts(module)
+        for name, param in part._parameters.items()
+        if param is not None and param not in ignored
+    ]

@@ -1,0 +1,132 @@
+"""The messages of a sharded model: gathers and reductions, in one order, beside the computing.
+
+A communication thread makes them one after the other, over its own line in the group. While a unit
+computes, the thread gathers the next one: the order is that of the pass before. Notebook 14 uses
+this file. Source: Zhao et al., "PyTorch FSDP" (VLDB 2023), section 3.3.
+"""
+
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextvars import copy_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..ranks.members import line_of
+from ..ranks.point_to_point import Sender
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class Traffic:
+    """Sends for all units of a model, whose forward pass begins and ends with ``root``.
+
+    ``shards`` is the group over which parameters are divided; ``replicas``, where there is one, is
+    the group of the ranks that have the same part.
+    """
+
+    def __init__(self, root, shards: dist.ProcessGroup, replicas: dist.ProcessGroup | None):
+        self.root, self.units = root, []
+        self.shards = line_of(shards)
+        self.replicas = line_of(replicas) if replicas else None
+        self.state = FORWARD
+        self._now: list = []  # units, as they were gathered in this pass
+        self._last: dict[str, list] = {FORWARD: [], BACKWARD: []}  # and in the pass before
+        self._reducing: tuple | None = None  # unit, which parameters were used, future
+        self._leaf = torch.zeros((), requires_grad=True)
+        self._sender = Sender()
+        weakref.finalize(self, self._sender.stop)
+
+    # A forward pass and its backward pass
+
+    def begin(self) -> None:
+        """Begin a forward pass of the model."""
+        if self._reducing:  # an error broke off the last backward pass
+            self._reducing[-1].result()
+            self._reducing = None
+        self._turn_to(FORWARD)
+        self._context = copy_context()  # the thread counts bytes where the caller does
+        with torch.enable_grad():
+            self.token = _Pass.apply(self._leaf, weakref.ref(self))
+
+    def expect_backward(self, outputs: list[torch.Tensor]) -> None:
+        """Learn from the model's outputs when a backward pass begins."""
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda _: self._turn_to(BACKWARD))
+
+    def end(self) -> None:
+        """End a backward pass: all gradients have come."""
+        self.finish()
+        self._turn_to(FORWARD)
+        for unit in self.units:
+            unit.free()
+
+    def _turn_to(self, state: str) -> None:
+        if self._now:
+            self._last[self.state], self._now = self._now, []
+        for unit in self.units:
+            unit.coming = None  # it was gathered ahead, and not needed
+        self.state = state
+
+    # Messages
+
+    def gather(self, unit) -> torch.Tensor:
+        """Return the whole parameters of a unit, and begin to gather the next one."""
+        coming, unit.coming = unit.coming or self._start(unit), None
+        if self.state == BACKWARD and self._now:
+            self._now[-1].free_unless_awaited()
+        self._now.append(unit)
+        if self.root.prefetches:
+            self._look_ahead(unit)
+        return coming.result()
+
+    def _look_ahead(self, unit) -> None:
+        """Gather what was needed after this unit in the last pass, if that was like this one."""
+        i, last = len(self._now), self._last[self.state]
+        if i < len(last) and last[i - 1] is unit and last[i].whole is None:
+            last[i].coming = self._start(last[i])
+
+    def _start(self, unit) -> Future:
+        return self._submit("gather", unit, unit.all_gather, self.shards)
+
+    def reduce(self, unit, flat: torch.Tensor, used: list[bool]) -> None:
+        """Begin to reduce a unit's gradients, which lie side by side in ``flat``."""
+        future = self._submit("reduce", unit, unit.reduce_scatter, flat, used, self)
+        self._reducing = unit, used, future
+        if not self.root.prefetches:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the reduction that is under way, and hand out its result."""
+        if self._reducing:
+            (unit, used, future), self._reducing = self._reducing, None
+            unit.add_gradients(future.result(), used)
+
+    def _submit(self, what: str, unit, function: Callable, *args: Any) -> Future:
+        return self._sender.submit(self._context.run, self._timed, what, unit.name, function, args)
+
+    def _timed(self, what: str, name: str, function: Callable, args: tuple) -> torch.Tensor:
+        begin = time.perf_counter()
+        with torch.no_grad():
+            result = function(*args)
+        if self.root.timeline is not None:
+            self.root.timeline.append((what, name, begin, time.perf_counter()))
+        return result
+
+
+class _Pass(torch.autograd.Function):
+    """A token that each unit of a forward pass takes: its backward comes after all of theirs."""
+
+    @staticmethod
+    def forward(ctx, leaf, traffic):
+        ctx.traffic = traffic
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.traffic().end()
+        return None, None

@@ -1,0 +1,281 @@
+"""A unit: parameters of a module that are gathered before use, and freed after it.
+
+What autograd keeps of a weight for backward is where it lies among the unit's parameters. When
+backward asks for it, the unit is gathered again. Notebook 14 builds this file. Sources: Zhao et
+al., "PyTorch FSDP" (VLDB 2023), and ``torch.distributed.fsdp.fully_shard``.
+"""
+
+from concurrent.futures import Future
+from contextlib import ExitStack
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from .. import ranks
+from ..data_parallel.buckets import wide
+from ..data_parallel.scattering import tensors_of
+from ..mixed_precision.casting import map_tensors
+from ..ranks.collectives import even_bounds
+from .shards import Shard, line, make_shard
+from .traffic import BACKWARD, Traffic
+
+
+class Unit:
+    """The parameters of a module that no unit within it has: whole while they are used.
+
+    They lie in one line, one after the other, which is cut into even parts: this rank's shards are
+    what its part has of each parameter. The unit opens with the forward pass of its module or, when
+    a checkpoint computes a part of the module again, of that part.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        places: list[tuple[nn.Module, str]],
+        shards: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        reshards: bool | None,
+        policy,
+        prefetches: bool,
+    ):
+        self.module, self.places, self.groups = module, places, (shards, replicas)
+        self.reshards, self.policy, self.prefetches = reshards, policy, prefetches
+        self.syncs = True  # whether gradients are averaged
+        self.traffic: Traffic | None = None
+        self.timeline: list | None = None  # of the root: (what, unit, begin, end) in seconds
+        params = [part._parameters[name] for part, name in places]
+        numbers = {param: i for i, param in enumerate(dict.fromkeys(params))}  # tied: one number
+        self.numbers = [numbers[param] for param in params]  # by place
+        self.shards = self._cut(list(numbers), shards)
+        self.opener: nn.Module | None = None  # the module that is being called
+        self.whole: torch.Tensor | None = None  # all parameters in one line
+        self.versions: list[int] = []  # of the shards that it was made from
+        self.coming: Future | None = None  # of a whole one that was asked for ahead
+        self.awaits_gradients = False
+        self.unsynced: list[torch.Tensor | None] = []  # gradients of this rank alone
+        self.swap_out()
+
+    def _cut(self, params: list[nn.Parameter], group: dist.ProcessGroup) -> list[Shard]:
+        ends = torch.tensor([0, *(param.numel() for param in params)]).cumsum(0).tolist()
+        self.spans = list(pairwise(ends))  # of the parameters, in the line
+        bounds, me, shards = even_bounds(ends[-1], group.size()), group.rank(), []
+        for param, (begin, end) in zip(params, self.spans, strict=True):
+            cuts = [min(max(bound, begin), end) - begin for bound in bounds]
+            sizes = [b - a for a, b in pairwise(cuts)]
+            own = line(param)[cuts[me] : cuts[me + 1]].clone()
+            shards.append(make_shard(own, param, sizes, group))
+        return shards
+
+    # Open and closed
+
+    def open(self, opener: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Make the parameters whole, and give them to the modules: before a forward pass."""
+        if self.opener is not None:
+            return None
+        is_own = opener is self.module
+        if is_own:
+            self._check_autocast()
+            self.join_traffic()
+        if self.shards:
+            self.gather()
+            self._place(_Gathered.apply(self, self.traffic.token))
+            self.awaits_gradients = any(shard.requires_grad for shard in self.shards)
+        self.opener, self.context = opener, ExitStack()
+        if is_own and self.reshards and self.shards:
+            self.context.enter_context(_Addresses(self))
+        if is_own and self.policy and self.policy.cast_forward_inputs:
+            return _cast((args, kwargs), self.policy.param_dtype)
+        return None
+
+    def close(self, opener: nn.Module, args: tuple, output):
+        """Give the shards back to the modules: after a forward pass."""
+        if self.opener is not opener:
+            return None
+        self.opener = None
+        self.context.close()
+        self.swap_out()
+        if self.traffic.state != BACKWARD and (self.reshards or not torch.is_grad_enabled()):
+            self.free()
+        if opener is self.module and self.traffic.root is self:
+            self.traffic.expect_backward(tensors_of(output))
+        if opener is self.module and self.policy:
+            return _cast(output, self.policy.output_dtype)
+        return None
+
+    def _check_autocast(self) -> None:
+        for shard in self.shards[: self.reshards is not False]:
+            kind, dtype = shard.device.type, self.compute_dtype
+            if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype:
+                raise ValueError(
+                    f"under torch.autocast, backward would keep {torch.get_autocast_dtype(kind)} "
+                    f"copies of these {dtype} parameters: use mp_policy, or "
+                    "reshard_after_forward=False, which keeps parameters anyway"
+                )
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The type in which parameters are gathered."""
+        return (self.policy and self.policy.param_dtype) or self.shards[0].dtype
+
+    def join_traffic(self) -> None:
+        """Send with all units of the model; the first one that is called is its root."""
+        if self.traffic is None:
+            traffic = Traffic(self, *self.groups)
+            for name, part in self.module.named_modules():
+                if unit := vars(part).get("_unit"):
+                    traffic.units.append(unit)
+                    unit.traffic, unit.name = traffic, name or "root"
+                    if unit.reshards is None:
+                        unit.reshards = unit is not self
+        if self.traffic.root is self:
+            self.traffic.begin()
+
+    def _place(self, tensors) -> None:
+        for (part, name), i in zip(self.places, self.numbers, strict=True):
+            part._parameters[name] = tensors[i]
+
+    def swap_out(self) -> None:
+        """Give the shards to the modules, as their parameters."""
+        self._place(self.shards)
+
+    def swap_in(self) -> None:
+        """Give whole parameters to the modules, without a way back for gradients."""
+        self.gather()
+        self._place(self.views(self.whole))
+
+    # Whole and freed
+
+    def gather(self) -> None:
+        """Make the parameters whole, unless they are and the shards have not changed since."""
+        versions = [shard._version for shard in self.shards]
+        if self.whole is None or versions != self.versions:
+            self.whole, self.versions = self.traffic.gather(self), versions
+
+    def all_gather(self, group) -> torch.Tensor:
+        """Return all parameters in one line: what the communication thread does."""
+        own = torch.cat([shard.to(self.compute_dtype) for shard in self.shards])
+        return ranks.all_gather(own, group, label=f"gather {self.name}")
+
+    def free(self) -> None:
+        """Forget all but the shards."""
+        self.whole = None
+
+    def free_unless_awaited(self) -> None:
+        """Free a unit that is frozen, or whose gradients have come: nothing else would do it."""
+        if not self.awaits_gradients:
+            self.free()
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters, as views of the line in which they lie."""
+        wholes = zip(self.shards, self.spans, strict=True)
+        return [flat.as_strided(s.whole.shape, s.whole.stride(), begin) for s, (begin, _) in wholes]
+
+    # Gradients
+
+    def reduce(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        """Average gradients, of which each rank keeps its part; or keep them for the next pass."""
+        self.free()
+        self.awaits_gradients = False
+        self.traffic.finish()  # so that only one unit's gradients wait to be sent
+        if self.unsynced:
+            pairs = zip(grads, self.unsynced, strict=True)
+            grads = [b if a is None else a if b is None else b + a for a, b in pairs]
+        dtype = wide((self.policy and self.policy.reduce_dtype) or self.shards[0].dtype)
+        if not self.syncs:
+            self.unsynced = [grad if grad is None else grad.to(dtype) for grad in grads]
+            return
+        flat = self.shards[0].new_zeros(self.spans[-1][-1], dtype=dtype, requires_grad=False)
+        for view, grad in zip(self.views(flat), grads, strict=True):
+            if grad is not None:
+                view.copy_(grad)
+        self.unsynced = []
+        self.traffic.reduce(self, flat, [grad is not None for grad in grads])
+
+    def reduce_scatter(
+        self, flat: torch.Tensor, used: list[bool], traffic: Traffic
+    ) -> torch.Tensor:
+        """Return this rank's part of the mean: what the communication thread does."""
+        names = [name for (_, name), i in zip(self.places, self.numbers, strict=True) if used[i]]
+        label = f"reduce {self.name}: {', '.join(names)}"
+        own = ranks.reduce_scatter(flat, "mean", traffic.shards, label=label)
+        own = own.clone()  # the view would keep the memory of all
+        if traffic.replicas:
+            ranks.allreduce(own, op="mean", group=traffic.replicas, label=label)
+        return own
+
+    def add_gradients(self, own: torch.Tensor, used: list[bool]) -> None:
+        """Add each parameter's part of the mean to the gradient of its shard."""
+        parts = own.split([shard.numel() for shard in self.shards])
+        for shard, part, is_used in zip(self.shards, parts, used, strict=True):
+            if is_used:
+                part = part.to(shard.dtype)
+                shard.grad = part if shard.grad is None else shard.grad + part
+
+
+class _Gathered(torch.autograd.Function):
+    """The parameters of a unit; backward comes once, when the gradients of all have come."""
+
+    @staticmethod
+    def forward(ctx, unit, token):
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)  # None for a parameter that was not used
+        wholes = unit.views(unit.whole)
+        frozen = [w for w, s in zip(wholes, unit.shards, strict=True) if not s.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(wholes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        ctx.unit.reduce(grads)
+        return None, torch.zeros(())
+
+
+class _Addresses(saved_tensors_hooks):
+    """Keeps for backward, instead of a parameter, where it lies in its unit."""
+
+    def __init__(self, unit: Unit):
+        super().__init__(self.pack, self.unpack)
+        self.unit = unit
+
+    def pack(self, tensor: torch.Tensor):
+        """Return the address of a parameter; anything else is left to the hooks around."""
+        whole = self.unit.whole
+        if tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+            return tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.__exit__()
+        try:
+            with torch.enable_grad():
+                return _Kept.apply(self.unit.traffic.token, tensor).grad_fn
+        finally:
+            self.__enter__()
+
+    def unpack(self, kept) -> torch.Tensor:
+        """Return what was kept; for a parameter, gather the unit."""
+        if not isinstance(kept, tuple):
+            return kept.saved_tensors[0]
+        self.unit.gather()
+        return self.unit.whole.as_strided(*kept)
+
+
+class _Kept(torch.autograd.Function):
+    """A node that keeps a tensor, as other hooks want it: a checkpoint's do not keep it at all."""
+
+    @staticmethod
+    def forward(ctx, token, tensor):
+        ctx.save_for_backward(tensor)
+        return token.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError
+
+
+def _cast(tree, dtype: torch.dtype | None):
+    if dtype is None:
+        return tree
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
