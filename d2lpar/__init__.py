@@ -1,8 +1,8 @@
 """d2lpar: how deep networks are trained on many devices, every part built by hand on torch.
 
 Each room is one subject, from the ground up: ``collectives``, ``ranks``, ``data_parallel``,
-``mixed_precision``, ``sharding``, ``pipeline``, ``tensor_parallel``, ``study``, ``plot``. A room, and
-each of the names below, is loaded when it is first used.
+``mixed_precision``, ``sharding``, ``pipeline``, ``tensor_parallel``, ``study``, ``plot``. A room,
+and each of the names below, is loaded when it is first used.
 """
 
 from importlib import import_module

@@ -3,7 +3,7 @@
 Read ``shards`` first (a parameter's part on this rank), then ``optimizer``, where only the state is
 divided (ZeRO-1). Gradients and parameters are divided too (ZeRO-2 and 3) by ``units``, which are
 gathered before use and freed after it, ``traffic``, which puts their messages in one order, and
-``sharded_module``, the entry. ``clipping`` is for a norm over shards, ``full_state`` saves and loads.
+``sharded_module``, the entry. ``clipping`` takes a norm, ``full_state`` saves and loads.
 """
 
 from .clipping import clip_grad_norm_
@@ -11,3 +11,5 @@ from .full_state import full_state_dict, load_full_state_dict
 from .optimizer import ShardedOptimizer
 from .sharded_module import FSDPModule, fully_shard
 from .shards import Shard
+from .traffic import Traffic
+from .units import Unit

@@ -32,15 +32,19 @@ def check_optimizer(optimizer_class, process_group, overlap_with_ddp, **_) -> No
         raise NotImplementedError("overlap_with_ddp is not supported here: leave it out")
 
 
-def check_param_group(self, param_group) -> None:
-    """Refuse parameters whose memory cannot be divided."""
-    params = param_group["params"]
-    for param in [params] if isinstance(params, torch.Tensor) else params:
-        if isinstance(param, torch.Tensor) and not is_dense(param):
-            raise ValueError(
-                f"a parameter of shape {list(param.shape)} has strides {list(param.stride())}: it "
-                "has to lie in memory without gaps, so make it from a .clone()"
-            )
+def check_param(self, param) -> None:
+    """Refuse a parameter whose memory cannot be divided."""
+    if not is_dense(param):
+        raise ValueError(
+            f"a parameter of shape {list(param.shape)} has strides {list(param.stride())}: it has "
+            "to lie in memory without gaps, so make it from a .clone()"
+        )
+
+
+def check_gradients(self) -> None:
+    """Refuse sparse gradients."""
+    if any(param.grad is not None and param.grad.is_sparse for param in self.shards):
+        raise ValueError("sparse gradients cannot be divided: use Embedding(sparse=False)")
 
 
 class ShardedOptimizer(Optimizer):
@@ -76,7 +80,6 @@ class ShardedOptimizer(Optimizer):
         super().__init__(params, defaults)
         self.defaults, self.state = self.optim.defaults, self.optim.state
 
-    @checked(check_param_group)
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, of each of which this rank updates a part."""
         super().add_param_group(param_group)
@@ -88,6 +91,7 @@ class ShardedOptimizer(Optimizer):
             self.optim.add_param_group(own)
         group.update(_settings(self.optim.param_groups[-1]))  # with the defaults of its class
 
+    @checked(check_param)
     def _shard_of(self, param: torch.Tensor) -> Shard:
         bounds = even_bounds(param.numel(), self.process_group.size())
         sizes = [end - begin for begin, end in pairwise(bounds)]
@@ -96,6 +100,7 @@ class ShardedOptimizer(Optimizer):
         self.shards[param] = make_shard(own, param, sizes, self.process_group)
         return self.shards[param]
 
+    @checked(check_gradients)
     @torch.no_grad()
     def scatter_gradients(self) -> None:
         """Give each shard its part of the gradient; ``step`` does it where it has not been done.
@@ -109,6 +114,8 @@ class ShardedOptimizer(Optimizer):
             ranks.allreduce(somewhere, op="max", group=self.process_group, label="used parameters")
             used = somewhere.tolist()
         for (param, shard), is_used in zip(self.shards.items(), used, strict=True):
+            if shard.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
+                self._follow(param, shard)
             if not is_used:
                 shard.grad = None
             elif self.averages:
@@ -123,6 +130,11 @@ class ShardedOptimizer(Optimizer):
         own = ranks.reduce_scatter(line(grad, like=param), "mean", self.process_group)
         param.grad = None
         return own.clone()  # the view would keep the memory of the whole gradient
+
+    def _follow(self, param: torch.Tensor, shard: Shard) -> None:
+        """Take the shard from where the parameter lies now: it may have moved, as by ``.to()``."""
+        shard.whole = torch.empty_like(param, device="meta", requires_grad=False)
+        shard.data = line(param)[shard.span]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

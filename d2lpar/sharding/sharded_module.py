@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..data_parallel.ddp import DistributedDataParallel
+from ..data_parallel.replicas import DataParallel
 from ..data_parallel.state_sharing import share_named
 from ..guards import checked
 from ..ranks.members import check_group
@@ -18,6 +20,7 @@ from .shards import Shard, is_dense
 from .units import Unit
 
 NOT_SHARDED = nn.ModuleList, nn.ModuleDict, nn.DataParallel, nn.parallel.DistributedDataParallel
+NOT_SHARDED += DataParallel, DistributedDataParallel
 
 
 def check_fully_shard(
@@ -102,10 +105,13 @@ def fully_shard(
     be kept in 16 bits, which is refused; and float16 and bfloat16 are always added as float32.
 
     Args:
+        module: one that computes, such as a layer, a block or the model.
         mesh: of one dimension, the shards; or of two: replicas, then shards (the hybrid form).
         reshard_after_forward: whether to free parameters between forward and backward (ZeRO-3), or
             keep them (False: ZeRO-2). None: free all but those of the outermost unit.
+        shard_placement_fn: not supported, and refused.
         mp_policy: torch's ``MixedPrecisionPolicy``, or an object with its four attributes.
+        offload_policy: only torch's OffloadPolicy, which does nothing.
         ignored_params: these stay as they are, and their gradients too.
         group: ours; the ranks among which to divide, instead of a mesh. None: all.
         prefetch: ours; whether to gather the next unit, and reduce the one before, while one
@@ -159,7 +165,7 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Say whether gradients are averaged, or kept whole on each rank and added up until then."""
+        """Say whether gradients are averaged, or added up on each rank alone until they are."""
         for unit in self._units(recurse):
             unit.syncs = requires_gradient_sync
 

@@ -144,8 +144,9 @@ class Unit:
 
     def swap_in(self) -> None:
         """Give whole parameters to the modules, without a way back for gradients."""
-        self.gather()
-        self._place(self.views(self.whole))
+        if self.shards:
+            self.gather()
+            self._place(self.views(self.whole))
 
     # Whole and freed
 

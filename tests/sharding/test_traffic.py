@@ -1,0 +1,131 @@
+"""Messages in one order, and gathers that begin ahead of time."""
+
+import time
+
+import torch
+from helpers import in_ranks, on_ranks
+from torch import nn
+
+from d2lpar import fully_shard, ranks
+
+
+class Slow(nn.Linear):
+    """A layer that takes a while in forward and in backward, and notes when."""
+
+    def forward(self, X):
+        if X.requires_grad:
+            X.register_hook(self.note)
+        begin = time.perf_counter()
+        time.sleep(SECONDS)
+        self.times.append((begin, time.perf_counter()))
+        return super().forward(X)
+
+    def note(self, grad):
+        begin = time.perf_counter()
+        time.sleep(SECONDS)
+        self.times.append((begin, time.perf_counter()))
+
+
+SECONDS = 0.05
+
+
+def net(prefetch, width=8, layer=nn.Linear):
+    model = nn.Sequential(*[part for _ in range(3) for part in (layer(width, width), nn.Tanh())])
+    for i in (0, 2, 4):
+        model[i].times = []
+        fully_shard(model[i], reshard_after_forward=True)
+    model.gain = nn.Parameter(torch.ones(1))
+    model.forward = lambda X: model.gain * nn.Sequential.forward(model, X)
+    return fully_shard(model, prefetch=prefetch, reshard_after_forward=True)
+
+
+def messages(model, X):
+    model.timeline = []
+    model(X).sum().backward()
+    return [(what, name) for what, name, _, _ in model.timeline]
+
+
+def messages_are_those_of_the_passes(rank, k):
+    """Also those that begin ahead: none is too many, and none comes twice."""
+    X = torch.ones(2, 8)
+    gathers = [("gather", name) for name in ("root", "0", "2", "4")]
+    for prefetch in (False, True):
+        model = net(prefetch)
+        first, second, third = (messages(model, X) for _ in range(3))
+        assert first[:4] == gathers
+        assert sorted(first) == sorted(second) == sorted(third)
+        assert second == third
+        backward = second[4:]
+        assert [name for what, name in backward if what == "reduce"] == ["4", "2", "0", "root"]
+        assert ("gather", "0") not in backward  # X wants no gradient
+        ahead = backward.index(("gather", "2")) < backward.index(("reduce", "4"))
+        assert ahead == prefetch
+        assert all(begin <= end for _, _, begin, end in model.timeline)
+
+
+def what_is_not_needed_after_all_is_dropped(rank, k):
+    """A pass that is unlike the last one: it is right, and the next one again."""
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(fully_shard(nn.Linear(4, 4)) for _ in range(4))
+
+        def forward(self, X, order):
+            for i in order:
+                X = self.parts[i](X)
+            return X
+
+    torch.manual_seed(0)
+    model = fully_shard(Skips(), prefetch=True)
+    torch.manual_seed(0)
+    weights = [(layer.weight, layer.bias) for layer in (nn.Linear(4, 4) for _ in range(4))]
+    X = torch.ones(2, 4)
+    for order in ([0, 1, 2, 3], [0, 2, 1], [3, 2, 1, 0], [0, 0, 3], [1], [0, 1, 2, 3]):
+        expected = X
+        for i in order:
+            expected = nn.functional.linear(expected, *weights[i])
+        found = model(X, order)
+        torch.testing.assert_close(found, expected)
+        found.sum().backward()
+        assert [unit.coming for unit in model._units()] == [None] * 5
+
+
+def one_thread_and_one_line_serve_all_units(rank, k):
+    model = net(True)
+    model[0](torch.ones(2, 8))  # it is its own root, until the model is called
+    model(torch.ones(2, 8)).sum().backward()
+    assert {id(unit.traffic) for unit in model._units()} == {id(model._unit.traffic)}
+    assert [unit.name for unit in model._units()] == ["root", "0", "2", "4"]
+    group = torch.ones(1)
+    ranks.allreduce(group)  # the group itself is free for others
+    assert group.item() == k
+
+
+test_on_two = on_ranks(
+    2,
+    [
+        messages_are_those_of_the_passes,
+        what_is_not_needed_after_all_is_dropped,
+        one_thread_and_one_line_serve_all_units,
+    ],
+)
+
+
+@in_ranks(2)
+def test_the_next_unit_is_gathered_while_one_computes(rank, k):
+    for prefetch in (False, True):
+        model = net(prefetch, layer=Slow)
+        for _ in range(2):
+            for i in (0, 2, 4):
+                model[i].times.clear()
+            model.timeline = []
+            model(torch.ones(2, 8)).sum().backward()
+        computing = {str(i): model[i].times for i in (0, 2, 4)}
+        begins = {}
+        for what, name, begin, _ in model.timeline:
+            begins.setdefault((what, name), []).append(begin)
+        forward, backward = computing["0"][0], computing["4"][1]
+        assert (begins["gather", "2"][0] < forward[1]) == prefetch
+        assert (begins["gather", "4"][0] < computing["2"][0][1]) == prefetch
+        assert (begins["gather", "2"][1] < backward[1]) == prefetch
