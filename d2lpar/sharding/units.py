@@ -214,7 +214,7 @@ class Unit:
         for shard, part, is_used in zip(self.shards, parts, used, strict=True):
             if is_used:
                 part = part.to(shard.dtype)
-                shard.grad = part if shard.grad is None else shard.grad + part
+                shard.grad = part if shard.grad is None else shard.grad.add_(part)
 
 
 class _Gathered(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from d2lpar import DistributedDataParallel, count_bytes, fully_shard
+from d2lpar import DistributedDataParallel, GradScaler, count_bytes, fully_shard
 from d2lpar.ranks import RankError, launch
 from d2lpar.sharding import FSDPModule, Shard, full_state_dict
 
@@ -301,11 +301,11 @@ def an_error_in_backward_leaves_nothing_stale(rank, k):
         optimizers = [SGD(net.parameters()) for net in (alone, model)]
         for net, optimizer in zip((alone, model), optimizers, strict=True):
             handle = net[0].register_full_backward_pre_hook(lambda *_: 1 / 0)
-            assert attempt(net(inputs(step=9)).sum().backward)[0] == "ZeroDivisionError"
-            handle.remove()
-            kind, *_ = attempt(net, torch.ones(2, 3))  # and one in forward
+            kind, *_ = attempt(net, torch.ones(2, 3))  # one in forward
             assert kind == "RuntimeError"
             assert all(isinstance(p, Shard) for p in model.parameters())
+            assert attempt(net(inputs(step=9)).sum().backward)[0] == "ZeroDivisionError"
+            handle.remove()
             trains(net, steps=2, optimizer=optimizer)
         check_equal(model, alone)
 
@@ -588,6 +588,26 @@ def ranks_that_use_other_parameters_are_told(rank, k):
     assert "reduce root: a" in text and "reduce root: b" in text
 
 
+def ranks_agree_on_the_scale_and_on_skipped_steps(rank, k):
+    """Only rank 1 has the infinity: its shards have it, and rank 0's do not."""
+    scales, counts = [], []
+    for group in (dist.group.WORLD, None):
+        model = shard(mlp(4, 3, 2, dtype=torch.float32), ["0", "2"])
+        optimizer = torch.optim.Adam(model.parameters())
+        scaler = GradScaler(growth_interval=2, group=group)
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            if rank == 1 and step == 3:
+                model[0].weight.grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(everyones(scaler.get_scale()))
+        counts.append(everyones(optimizer.state[model[0].weight]["step"].item()))
+    assert scales[0][0] == scales[0][1] and counts[0] == [5, 5]
+    assert scales[1][0] > scales[1][1] and counts[1] == [6, 5]  # nothing else would tell
+
+
 def nothing_outlives_the_model(rank, k):
     before = set(threading.enumerate())
     model = shard(mlp(4, 3, 2), ["0"])
@@ -624,6 +644,7 @@ test_on_two = on_ranks(
         what_cannot_be_sharded_is_named,
         an_optimizer_that_came_too_early_is_refused,
         autocast_is_refused_where_it_would_keep_weights,
+        ranks_agree_on_the_scale_and_on_skipped_steps,
         nothing_outlives_the_model,
         ranks_that_use_other_parameters_are_told,
     ],

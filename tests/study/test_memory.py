@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 
+from d2lpar.ranks import Sender
 from d2lpar.study.memory import peak_memory, saved_memory
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -63,6 +64,19 @@ def test_what_was_there_before_is_not_counted_nor_its_end():
         return torch.zeros(2 * N)
 
     assert peak_memory(function, CPU) == 2 * KB
+
+
+def test_what_a_communication_thread_makes_is_counted_until_it_is_freed():
+    sender, kept = Sender(), []
+
+    def function():
+        kept.append(sender.submit(torch.zeros, N).result())
+        sender.submit(OLD.exp).result()  # freed at once
+        kept.append(torch.ones(N))
+
+    assert peak_memory(function, CPU) == 2 * KB
+    assert sender.submit(torch.zeros, N).result().shape == (N,)  # and no more afterwards
+    sender.stop()
 
 
 def test_peak_memory_hands_on_an_error_and_leaves_nothing_behind():
