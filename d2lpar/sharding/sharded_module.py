@@ -16,8 +16,8 @@ from ..data_parallel.replicas import DataParallel
 from ..data_parallel.state_sharing import share_named
 from ..guards import checked
 from ..ranks.members import check_group
-from .shards import Shard, is_dense
-from .units import Unit
+from .shards import Moved, Shard, is_dense
+from .units import Policy, Unit
 
 NOT_SHARDED = nn.ModuleList, nn.ModuleDict, nn.DataParallel, nn.parallel.DistributedDataParallel
 NOT_SHARDED += DataParallel, DistributedDataParallel
@@ -118,29 +118,30 @@ def fully_shard(
             computes. It takes the memory of one unit more, and pays where messages wait for a link,
             not where the ranks fill all cores. That of the outermost unit counts.
     """
-    shards, replicas = group or dist.group.WORLD, None
-    if mesh is not None:
-        shards, replicas = (
-            mesh.get_group(mesh.ndim - 1),
-            mesh.get_group(0) if mesh.ndim > 1 else None,
-        )
-    places = _places(module, set(ignored_params or ()))
-    params = [part._parameters[name] for part, name in places]
-    parts = _own_parts(module)
-    buffers = [item for part in parts for item in part.named_buffers(recurse=False)]
-    for members in (replicas, shards) if replicas else (shards,):
-        named = [(name, param) for (_, name), param in zip(places, params, strict=True)]
-        share_named([*named, *buffers], members)
-    unit = Unit(module, places, shards, replicas, reshard_after_forward, mp_policy, prefetch)
-    for part in parts if unit.shards else [module]:
-        part.register_forward_pre_hook(unit.open, prepend=True, with_kwargs=True)
-        part.register_forward_hook(unit.close, always_call=True)
-    for param in set(params):
-        param.data = param.new_empty(0)
-        param.__class__ = Moved
+    places, parts = _places(module, set(ignored_params or ())), _own_parts(module)
+    groups = _groups_of(mesh, group)
+    _begin_alike(places, parts, groups)
+    policy = mp_policy or Policy()
+    unit = Unit(module, places, groups, reshard_after_forward, policy, prefetch)
+    unit.watch(parts if places else [module])
     module._unit = unit
     module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
     return module
+
+
+def _groups_of(mesh, group) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """Return the group of the shards, and that of the replicas, if there are some."""
+    if mesh is None:
+        return group or dist.group.WORLD, None
+    return mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if mesh.ndim == 2 else None
+
+
+def _begin_alike(places, parts: list[nn.Module], groups: tuple) -> None:
+    """Give all ranks the parameters and buffers of the first."""
+    named = [(name, part._parameters[name]) for part, name in places]
+    named += [item for part in parts for item in part.named_buffers(recurse=False)]
+    for group in filter(None, reversed(groups)):  # along the replicas, then among the shards
+        share_named(named, group)
 
 
 class FSDPModule:
@@ -189,17 +190,6 @@ class FSDPModule:
 
     def __deepcopy__(self, memo):
         raise TypeError("a sharded module cannot be copied: load its full state into another one")
-
-
-class Moved(nn.Parameter):
-    """What a parameter becomes once its elements are in shards: of no use to anybody."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        raise RuntimeError(
-            "this parameter was divided among the ranks by fully_shard: make the optimiser "
-            "afterwards, from module.parameters(), and shard tied parameters in one unit"
-        )
 
 
 def _own_parts(module: nn.Module) -> list[nn.Module]:

@@ -28,6 +28,17 @@ class Shard(nn.Parameter):
         return slice(ends[me] - self.sizes[me], ends[me])
 
 
+class Moved(nn.Parameter):
+    """What a parameter becomes once its elements are in shards: of no use to anybody."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise RuntimeError(
+            "this parameter was divided among the ranks by fully_shard: make the optimiser "
+            "afterwards, from module.parameters(), and shard tied parameters in one unit"
+        )
+
+
 def make_shard(
     data: torch.Tensor, param: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
 ) -> Shard:

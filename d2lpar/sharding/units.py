@@ -8,6 +8,7 @@ al., "PyTorch FSDP" (VLDB 2023), and ``torch.distributed.fsdp.fully_shard``.
 from concurrent.futures import Future
 from contextlib import ExitStack
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,21 @@ from ..data_parallel.buckets import wide
 from ..data_parallel.scattering import tensors_of
 from ..mixed_precision.casting import map_tensors
 from ..ranks.collectives import even_bounds
-from .shards import Shard, line, make_shard
+from .shards import Moved, Shard, line, make_shard
 from .traffic import BACKWARD, Traffic
+
+
+class Policy(NamedTuple):
+    """What is cast to which type, by the names of torch's ``MixedPrecisionPolicy``; None: nothing.
+
+    Parameters are gathered as ``param_dtype``, inputs cast to it, and outputs to ``output_dtype``.
+    Gradients are added up in 32 bits at least, whatever ``reduce_dtype`` says.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
 
 
 class Unit:
@@ -36,13 +50,12 @@ class Unit:
         self,
         module: nn.Module,
         places: list[tuple[nn.Module, str]],
-        shards: dist.ProcessGroup,
-        replicas: dist.ProcessGroup | None,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None],
         reshards: bool | None,
-        policy,
+        policy: Policy,
         prefetches: bool,
     ):
-        self.module, self.places, self.groups = module, places, (shards, replicas)
+        self.module, self.places, self.groups = module, places, groups
         self.reshards, self.policy, self.prefetches = reshards, policy, prefetches
         self.syncs = True  # whether gradients are averaged
         self.traffic: Traffic | None = None
@@ -50,7 +63,7 @@ class Unit:
         params = [part._parameters[name] for part, name in places]
         numbers = {param: i for i, param in enumerate(dict.fromkeys(params))}  # tied: one number
         self.numbers = [numbers[param] for param in params]  # by place
-        self.shards = self._cut(list(numbers), shards)
+        self.shards = self._cut(list(numbers))
         self.opener: nn.Module | None = None  # the module that is being called
         self.whole: torch.Tensor | None = None  # all parameters in one line
         self.versions: list[int] = []  # of the shards that it was made from
@@ -59,7 +72,9 @@ class Unit:
         self.unsynced: list[torch.Tensor | None] = []  # gradients of this rank alone
         self.swap_out()
 
-    def _cut(self, params: list[nn.Parameter], group: dist.ProcessGroup) -> list[Shard]:
+    def _cut(self, params: list[nn.Parameter]) -> list[Shard]:
+        """Return this rank's shard of each parameter, of which nothing else is left."""
+        group = self.groups[0]
         ends = torch.tensor([0, *(param.numel() for param in params)]).cumsum(0).tolist()
         self.spans = list(pairwise(ends))  # of the parameters, in the line
         bounds, me, shards = even_bounds(ends[-1], group.size()), group.rank(), []
@@ -68,9 +83,17 @@ class Unit:
             sizes = [b - a for a, b in pairwise(cuts)]
             own = line(param)[cuts[me] : cuts[me + 1]].clone()
             shards.append(make_shard(own, param, sizes, group))
+            param.data = param.new_empty(0)
+            param.__class__ = Moved
         return shards
 
     # Open and closed
+
+    def watch(self, parts: list[nn.Module]) -> None:
+        """Open when one of these modules is called, and close when it returns, or fails."""
+        for part in parts:
+            part.register_forward_pre_hook(self.open, prepend=True, with_kwargs=True)
+            part.register_forward_hook(self.close, always_call=True)
 
     def open(self, opener: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Make the parameters whole, and give them to the modules: before a forward pass."""
@@ -87,7 +110,7 @@ class Unit:
         self.opener, self.context = opener, ExitStack()
         if is_own and self.reshards and self.shards:
             self.context.enter_context(_Addresses(self))
-        if is_own and self.policy and self.policy.cast_forward_inputs:
+        if is_own and self.policy.cast_forward_inputs:
             return _cast((args, kwargs), self.policy.param_dtype)
         return None
 
@@ -102,7 +125,7 @@ class Unit:
             self.free()
         if opener is self.module and self.traffic.root is self:
             self.traffic.expect_backward(tensors_of(output))
-        if opener is self.module and self.policy:
+        if opener is self.module:
             return _cast(output, self.policy.output_dtype)
         return None
 
@@ -119,7 +142,7 @@ class Unit:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The type in which parameters are gathered."""
-        return (self.policy and self.policy.param_dtype) or self.shards[0].dtype
+        return self.policy.param_dtype or self.shards[0].dtype
 
     def join_traffic(self) -> None:
         """Send with all units of the model; the first one that is called is its root."""
@@ -185,7 +208,7 @@ class Unit:
         if self.unsynced:
             pairs = zip(grads, self.unsynced, strict=True)
             grads = [b if a is None else a if b is None else b + a for a, b in pairs]
-        dtype = wide((self.policy and self.policy.reduce_dtype) or self.shards[0].dtype)
+        dtype = wide(self.policy.reduce_dtype or self.shards[0].dtype)
         if not self.syncs:
             self.unsynced = [grad if grad is None else grad.to(dtype) for grad in grads]
             return
