@@ -268,8 +268,7 @@ class _Addresses(saved_tensors_hooks):
 
     def pack(self, tensor: torch.Tensor):
         """Return the address of a parameter; anything else is left to the hooks around."""
-        whole = self.unit.whole
-        if tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+        if tensor.untyped_storage().data_ptr() == self.unit.whole.untyped_storage().data_ptr():
             return tensor.size(), tensor.stride(), tensor.storage_offset()
         self.__exit__()
         try:
