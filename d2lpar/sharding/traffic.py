@@ -13,7 +13,6 @@ from contextvars import copy_context
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..ranks.members import line_of
 from ..ranks.point_to_point import Sender
@@ -22,16 +21,21 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class Traffic:
-    """Sends for all units of a model, whose forward pass begins and ends with ``root``.
+    """Sends for all units of a model: those in the module of ``root``, which joins them.
 
-    ``shards`` is the group over which parameters are divided; ``replicas``, where there is one, is
-    the group of the ranks that have the same part.
+    ``shards`` is a line in the group over which parameters are divided; ``replicas``, where there
+    are some, one in the group of the ranks that have the same part.
     """
 
-    def __init__(self, root, shards: dist.ProcessGroup, replicas: dist.ProcessGroup | None):
+    def __init__(self, root):
         self.root, self.units = root, []
-        self.shards = line_of(shards)
-        self.replicas = line_of(replicas) if replicas else None
+        self.shards, self.replicas = (group and line_of(group) for group in root.groups)
+        for name, part in root.module.named_modules():
+            if unit := vars(part).get("_unit"):
+                self.units.append(unit)
+                unit.traffic, unit.name = self, name or "root"
+                if unit.reshards is None:
+                    unit.reshards = unit is not root
         self.state = FORWARD
         self._now: list = []  # units, as they were gathered in this pass
         self._last: dict[str, list] = {FORWARD: [], BACKWARD: []}  # and in the pass before

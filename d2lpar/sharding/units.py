@@ -147,13 +147,7 @@ class Unit:
     def join_traffic(self) -> None:
         """Send with all units of the model; the first one that is called is its root."""
         if self.traffic is None:
-            traffic = Traffic(self, *self.groups)
-            for name, part in self.module.named_modules():
-                if unit := vars(part).get("_unit"):
-                    traffic.units.append(unit)
-                    unit.traffic, unit.name = traffic, name or "root"
-                    if unit.reshards is None:
-                        unit.reshards = unit is not self
+            Traffic(self)  # which all units in the module join
         if self.traffic.root is self:
             self.traffic.begin()
 
