@@ -1,12 +1,14 @@
 """All methods of the book for one network and one batch: what each sends, holds, and takes.
 
 What is counted comes first, since it is the same on every machine. Then the times, of all methods
-in turn; then eight GPUs, predicted from one and beside what NVIDIA has published.
+in turn; then sharded training against torch's, for a network with more parameters; then eight GPUs,
+predicted from one and beside what NVIDIA has published.
 """
 
+from functools import partial
 from statistics import median
 
-from timing import print_machine
+from timing import AGAIN, print_machine, print_ratios
 
 from d2lpar import launch
 from d2lpar.study import methods
@@ -52,6 +54,55 @@ def _step(name, X, y, region):
     return method.step if method else None
 
 
+WIDTH, LAYERS = 1024, 4
+ZERO = "torch's DDP", "ZeRO-1", "torch's ZeRO-1", "ZeRO-3"
+FSDP = "torch's fully_shard", "ZeRO-3", "ZeRO-3, prefetch"
+
+
+def shard_in_turn(rank: int, world_size: int, names: tuple) -> dict[str, list[float]]:
+    """Return the seconds of each round, of some ways to keep a part of the state or more.
+
+    Only three models have lanes: so DDP, ours, ZeRO-3 and one more of ours.
+    """
+    import torch
+    from torch import nn
+    from torch.distributed import fsdp
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    from d2lpar import DistributedDataParallel, ShardedOptimizer, fully_shard
+
+    def step_of(wrap=None, shard=None, optimizer=torch.optim.Adam):
+        torch.manual_seed(0)
+        layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        model = nn.Sequential(*layers)
+        for part in (*layers[::2], model) if shard else ():
+            shard(part, reshard_after_forward=True)
+        net, trained = wrap(model) if wrap else model, optimizer(model.parameters(), lr=1e-3)
+
+        def step():
+            trained.zero_grad()
+            net(X).square().mean().backward()
+            trained.step()
+
+        return step
+
+    X, adam = torch.randn(ROWS, WIDTH), torch.optim.Adam
+    ddp, torchs_ddp = DistributedDataParallel, nn.parallel.DistributedDataParallel
+    zero1 = partial(ShardedOptimizer, optimizer_class=adam, averages=True)
+    torchs_zero1 = partial(ZeroRedundancyOptimizer, optimizer_class=adam)
+    steps = {
+        "DDP": partial(step_of, ddp),
+        AGAIN: partial(step_of, ddp),
+        "torch's DDP": partial(step_of, torchs_ddp),
+        "ZeRO-1": partial(step_of, optimizer=zero1),
+        "torch's ZeRO-1": partial(step_of, torchs_ddp, optimizer=torchs_zero1),
+        "ZeRO-3": partial(step_of, shard=fully_shard),
+        "ZeRO-3, prefetch": partial(step_of, shard=partial(fully_shard, prefetch=True)),
+        "torch's fully_shard": partial(step_of, shard=fsdp.fully_shard),
+    }
+    return methods.time_in_turn({name: steps[name]() for name in names}, rounds=30, warm_up=5)
+
+
 def main():
     print_machine()
     results = launch(compare, RANKS, timeout=3600)
@@ -71,6 +122,11 @@ def main():
     for key, (low, middle, high) in table.items():
         milliseconds = 1e3 * median(seconds[0][key])
         print(f"{_name(key):28}{milliseconds:8.1f} ms  {middle:5.2f} ({low:.2f} to {high:.2f})")
+    title = f"{LAYERS} layers {WIDTH} wide, {ROWS} rows per rank, Adam, {RANKS} ranks"
+    seconds = launch(shard_in_turn, RANKS, ("DDP", *ZERO, AGAIN), timeout=3600)[0]
+    print_ratios(title, seconds, "DDP", {"ZeRO-1": 1.1, "ZeRO-3": 1.35})
+    seconds = launch(shard_in_turn, RANKS, ("DDP", *FSDP), timeout=3600)[0]
+    print_ratios(title, seconds, "torch's fully_shard", {"ZeRO-3": 1.0})
     print(
         "\nResNet-50 on eight GPUs, images per second: predicted from one, and published (NVIDIA)"
     )

@@ -8,6 +8,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -27,13 +28,15 @@ from ..mixed_precision import autocast
 from ..models import lenet_layers
 from ..pipeline.distributed import DistributedPipeline
 from ..pipeline.partition import cut
+from ..sharding import ShardedOptimizer, fully_shard
 from ..tensor_parallel.layers import TensorParallelLeNet
 from .memory import peak_memory
 from .splits import profile
 
 ALONE = "one device", "DataParallel"  # in one process: rank 0 works, the others wait
 DATA = "DDP", "DDP, one bucket", "torch's DDP"  # the second is apex's delay_allreduce
-METHODS = (*ALONE, *DATA, "pipeline", "tensor split")
+SHARDED = "ZeRO-1", "ZeRO-3"
+METHODS = (*ALONE, *DATA, *SHARDED, "pipeline", "tensor split")
 EACH = "each rank alone"  # a control: with a free core for every rank as fast as one device
 MICROBATCHES = 4
 CAP_MB = 0.1  # of a bucket: LeNet has half a megabyte
@@ -69,20 +72,23 @@ def make(
     """Return a method for LeNet, with the same weights every time; None on a rank without a part.
 
     Called on all ranks of a ``launch``, at most 4 for a pipeline. ``X`` (n, 1, 28, 28) and ``y``
-    (n,) are the whole batch, equal on all ranks; n is a multiple of their number, since DDP takes
-    the mean over ranks. Forward passes compute in ``region``, or float32.
+    (n,) are the whole batch, equal on all ranks; n is a multiple of their number, since DDP and the
+    sharded methods take the mean over ranks. Forward passes compute in ``region``, or float32.
     """
     rank, k = dist.get_rank(), dist.get_world_size()
     if name in ALONE and rank:
         return None
     region = region or autocast(enabled=False)
     model = _wrap(name, lenet_layers(0.05, torch.Generator().manual_seed(0)), X, rank, k)
-    if name in DATA:
+    if name in (*DATA, *SHARDED):
         X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
     if name == "pipeline":
         model.forward = region(model.forward)
         pipeline = DistributedPipeline(model, _loss, MICROBATCHES, count=len)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    if name == "ZeRO-1":
+        sgd = partial(ShardedOptimizer, optimizer_class=sgd.func, averages=True, **sgd.keywords)
+    optimizer = sgd(model.parameters())
 
     def forward_backward() -> torch.Tensor | None:
         if name == "pipeline":
@@ -112,6 +118,11 @@ def _wrap(name: str, layers: nn.Sequential, X: torch.Tensor, rank: int, k: int) 
         return nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=CAP_MB)
     if name in DATA:
         return DistributedDataParallel(layers, bucket_cap_mb=CAP_MB if name == "DDP" else 1e6)
+    if name == "ZeRO-3":
+        for layer in layers:
+            if list(layer.parameters()):
+                fully_shard(layer)
+        return fully_shard(layers)
     return layers
 
 

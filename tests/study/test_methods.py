@@ -58,7 +58,7 @@ def test_every_method_ends_where_one_device_does(found):
     for (name, bits), (_, losses) in found.items():
         mean = sum(losses) / len(losses)
         assert abs(mean - loss) < (1e-2 if bits == 32 else 5e-2), (name, bits)
-        if "DDP" in name:  # each rank has its own rows
+        if name in (*methods.DATA, *methods.SHARDED):  # each rank has its own rows
             assert abs(losses[0] - losses[1]) > 1e-2
 
 
@@ -69,6 +69,8 @@ def test_the_busiest_device_sends_what_can_be_counted_by_hand(found):
         for n, messages in sent["DDP", bits] + sent["DDP, one bucket", bits]:
             assert 0 <= n - PARAMETERS <= 64 * messages  # and notes
     assert sent["DDP, one bucket", 32][0][1] < sent["DDP", 32][0][1]
+    assert sent["ZeRO-1", 32] == [(PARAMETERS + 8, 17)] * 2  # and which of 8 were used
+    assert sent["ZeRO-3", 32] == [(1.5 * PARAMETERS, 12)] * 2  # convolutions always ask for their weight
     images, outputs = 8 * 28 * 28 * 4, 8 * 10 * 4  # device 0 sends both to device 1
     assert sent["DataParallel", 32] == [(PARAMETERS + images + outputs, 10)]
     activations = 16 * 50 * 4 * 4  # of the second convolution, or their gradients
@@ -82,11 +84,13 @@ def test_what_is_held_and_the_peak(found):
     assert held["one device"] == held["DataParallel"] == held["pipeline"] == 2 * PARAMETERS
     assert held["DDP"] == held["torch's DDP"] == 2 * held["one device"]
     assert max(c.held for c in found["tensor split", 32][0]) < 0.51 * held["one device"]
+    assert held["ZeRO-3"] == held["one device"] == held["ZeRO-1"] / 1.5
     peak = {key: [c.peak for c in counts] for key, (counts, _) in found.items()}
     one = peak["one device", 32][0]
     assert one > 3 * PARAMETERS  # weights, momentum, gradients
     assert peak["DataParallel", 32] == [None] and max(peak["pipeline", 32]) < one
     assert peak["DDP", 32] == pytest.approx(peak["torch's DDP", 32], rel=0.2)
+    assert max(peak["ZeRO-3", 32]) < max(peak["ZeRO-1", 32]) < max(peak["DDP", 32])
     for name in ("one device", "DDP"):
         assert peak[name, 16][0] < peak[name, 32][0]
 
