@@ -102,6 +102,7 @@ class Unit:
         is_own = opener is self.module
         if is_own:
             self._check_autocast()
+        if is_own or not self.traffic:
             self.join_traffic()
         if self.shards:
             self.gather()

@@ -461,6 +461,17 @@ def ignored_parameters_stay(rank, k):
     assert kept.grad.shape == (3, 4)
 
 
+def a_part_may_be_called_without_the_model(rank, k):
+    """As a method other than forward does, before the first forward pass and later."""
+    alone, model = build("layers"), shard(build("layers"), ["4"])
+    for _ in range(2):
+        for net in (alone, model):
+            net[2](net[0](inputs())).sum().backward()
+            net(inputs()).sum().backward()
+        compare_gradients(model, alone)
+    assert all(isinstance(param, Shard) for param in model.parameters())
+
+
 def parameters_may_be_unfrozen_later(rank, k):
     alone, model = build("layers"), build("layers")
     for net in (alone, model):
@@ -639,6 +650,7 @@ test_on_two = on_ranks(
         sixteen_bits_are_torchs,
         inputs_and_outputs_are_cast_as_the_policy_says,
         ignored_parameters_stay,
+        a_part_may_be_called_without_the_model,
         parameters_may_be_unfrozen_later,
         a_rank_may_start_from_its_first_rank,
         what_cannot_be_sharded_is_named,
