@@ -64,6 +64,9 @@ class Traffic:
 
     def end(self) -> None:
         """End a backward pass: all gradients have come."""
+        for unit in self.units:
+            if unit.unsynced and unit.syncs:  # from a pass without synchronisation; unused in this
+                unit.reduce([None] * len(unit.shards))
         self.finish()
         self._turn_to(FORWARD)
         for unit in self.units:

@@ -185,7 +185,7 @@ class Unit:
 
     def free_unless_awaited(self) -> None:
         """Free a unit that is frozen, or whose gradients have come: nothing else would do it."""
-        if not self.awaits_gradients:
+        if not self.awaits_gradients and self.opener is None:
             self.free()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -268,6 +268,51 @@ def compare_gradients(model, alone):
             close(part.grad, param.grad.reshape(-1)[part.span])
 
 
+class Chosen(nn.Module):
+    """Layers to choose from; ``outer`` has an inner unit, and a frozen layer that it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
+        self.outer = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
+        self.outer[0].requires_grad_(False)
+
+    def forward(self, X, names, reentrant=None):
+        for name in names:
+            layer = getattr(self, name)
+            X = layer(X) if reentrant is None else checkpoint(layer, X, use_reentrant=reentrant)
+        return X
+
+
+def chosen(**way):
+    torch.manual_seed(0)
+    model = Chosen().double()
+    for part in (model.outer[2], model.outer, model.a, model.b) if way else ():
+        fully_shard(part, **way)
+    return fully_shard(model, **way) if way else model
+
+
+def a_unit_that_only_passes_without_synchronisation_have_used_is_averaged(rank, k):
+    for way in WAYS:
+        alone, model = chosen(), chosen(**way)
+        for net, args in ((alone, (0, 1)), (model, (rank, k))):
+            for step, names in enumerate((["a", "c"], ["b", "c"])):
+                if net is model:
+                    net.set_requires_gradient_sync(step == 1)
+                net(inputs(*args, step), names).square().mean().backward()
+        compare_gradients(model, alone)
+
+
+def a_frozen_unit_around_another_is_computed_again(rank, k):
+    for way, reentrant in product(WAYS, (True, False)):
+        alone, model = chosen(), chosen(**way)
+        for net, args in ((alone, (0, 1)), (model, (rank, k))):
+            for _ in range(2):
+                X = inputs(*args).requires_grad_()
+                net(X, ["a", "outer", "b"], reentrant).square().mean().backward()
+        compare_gradients(model, alone)
+
+
 def one_backward_pass_may_go_through_several_forward_passes(rank, k):
     for way in WAYS:
         alone, model = build("layers"), shard(build("layers"), ["0", "2"], **way)
@@ -642,6 +687,8 @@ test_on_two = on_ranks(
         it_takes_what_torchs_takes,
         the_root_is_read_by_unshard_and_parts_are_shards,
         gradients_add_up_over_batches,
+        a_unit_that_only_passes_without_synchronisation_have_used_is_averaged,
+        a_frozen_unit_around_another_is_computed_again,
         one_backward_pass_may_go_through_several_forward_passes,
         evaluation_frees_and_sees_the_newest_weights,
         an_error_in_backward_leaves_nothing_stale,
