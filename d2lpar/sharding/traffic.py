@@ -60,7 +60,11 @@ class Traffic:
         """Learn from the model's outputs when a backward pass begins."""
         for tensor in outputs:
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda _: self._turn_to(BACKWARD))
+                tensor.grad_fn.register_prehook(self._enter_backward)
+
+    def _enter_backward(self, *_) -> None:
+        if self.state != BACKWARD:  # there may be several outputs
+            self._turn_to(BACKWARD)
 
     def end(self) -> None:
         """End a backward pass: all gradients have come."""

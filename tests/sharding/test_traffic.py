@@ -57,6 +57,23 @@ def messages_are_those_of_the_passes(rank, k):
         assert all(begin <= end for _, _, begin, end in model.timeline)
 
 
+def several_outputs_begin_one_backward_pass(rank, k):
+    """The second output comes from the middle: its hook is called once the pass is under way."""
+    counts = []
+    for prefetch in (False, True):
+        model = net(prefetch)
+        early = []
+        model[2].register_forward_hook(lambda *args, early=early: early.append(args[-1]))
+        inner = model.forward
+        model.forward = lambda X, inner=inner, early=early: (inner(X), early.pop())
+        for _ in range(3):
+            model.timeline = []
+            sum(output.sum() for output in model(torch.ones(2, 8))).backward()
+        counts.append([(what, name) for what, name, *_ in model.timeline])
+    assert sorted(counts[0]) == sorted(counts[1])
+    assert counts[1][4:].index(("gather", "2")) < counts[1][4:].index(("reduce", "4"))
+
+
 def what_is_not_needed_after_all_is_dropped(rank, k):
     """A pass that is unlike the last one: it is right, and the next one again."""
 
@@ -100,6 +117,7 @@ test_on_two = on_ranks(
     2,
     [
         messages_are_those_of_the_passes,
+        several_outputs_begin_one_backward_pass,
         what_is_not_needed_after_all_is_dropped,
         one_thread_and_one_line_serve_all_units,
     ],
