@@ -1,7 +1,7 @@
 """The norm of gradients that lie in shards. Notebook 14 uses this file."""
 
 from collections.abc import Iterable
-from functools import partial
+from functools import reduce
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -29,18 +29,19 @@ def clip_grad_norm_(
     """Scale gradients in place so that the norm of all is at most ``max_norm``; return the norm.
 
     It is ``torch.nn.utils.clip_grad_norm_``, but the norm is that of whole parameters, of which
-    each rank has a shard: called by all ranks of their group. What is no shard counts once.
+    each rank has a shard: called by all ranks of their group. What is no shard counts once: its
+    gradient has to be the same on all ranks.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm_type = float(norm_type)
     check_clip(parameters, norm_type)
-    groups = [param.group for param in parameters if isinstance(param, Shard)]
-    norm_of = partial(_norm_of, norm_type=float(norm_type), foreach=foreach)
-    norm = norm_of([param for param in parameters if isinstance(param, Shard)])
-    if groups:
-        everyones = ranks.all_gather(norm, groups[0], label="norms")
-        norm = torch.linalg.vector_norm(everyones, norm_type)
-    rest = norm_of([param for param in parameters if not isinstance(param, Shard)])
-    norm = torch.linalg.vector_norm(torch.stack([norm, rest]), norm_type)
+    shards = [param for param in parameters if isinstance(param, Shard)]
+    rest = [param for param in parameters if not isinstance(param, Shard)]
+    norms = [_norm_of(params, norm_type, foreach) for params in (shards, rest) if params]
+    if shards:
+        everyones = ranks.all_gather(norms[0], shards[0].group, label="norms")
+        norms[0] = torch.linalg.vector_norm(everyones, norm_type)
+    norm = get_total_norm(norms, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {norm}, so it cannot clip them; "
@@ -51,5 +52,7 @@ def clip_grad_norm_(
 
 
 def _norm_of(params: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """Return the norm of the gradients that are here: of one type on all ranks, even if of none."""
     grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
-    return get_total_norm(grads, norm_type, foreach=foreach)
+    norm = get_total_norm(grads, norm_type, foreach=foreach)
+    return norm.to(params[0].device, reduce(torch.promote_types, [param.dtype for param in params]))

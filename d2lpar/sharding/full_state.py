@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from ..guards import checked
 from .shards import Shard, collect, line
 
+NUMBERS = "step", "eta", "mu", "mu_product"  # of a whole parameter, in the state of torch's
+
 
 def check_source(source, dst) -> None:
     """Refuse what has no shards of one group."""
@@ -21,7 +23,7 @@ def check_source(source, dst) -> None:
     if len(groups) != 1:
         raise ValueError(
             f"{type(source).__name__} has parameters of {len(groups)} groups of shards: one is "
-            "needed, as of a module after fully_shard, or of its optimiser"
+            "needed, as of a module after fully_shard (and reshard), or of its optimiser"
         )
     members = dist.get_process_group_ranks(groups.pop())
     if dst is not None and dst not in members:
@@ -62,12 +64,15 @@ def load_full_state_dict(target: nn.Module | Optimizer, state: dict[str, Any]) -
         parts = {name: _part_of(value, own.get(name), name) for name, value in state.items()}
         target.load_state_dict(parts)
         return
-    shards = _params_of(target)
-    parts = {
-        i: {name: _part_of(x, shards[i], f"{name} of parameter {i}") for name, x in values.items()}
-        for i, values in state["state"].items()
-        if i < len(shards)
-    }
+    shards, parts = _params_of(target), {}
+    for i, values in state["state"].items():
+        if i < len(shards):
+            parts[i] = {
+                name: value
+                if name in NUMBERS
+                else _part_of(value, shards[i], f"{name} of parameter {i}")
+                for name, value in values.items()
+            }
     target.load_state_dict({**state, "state": parts})
 
 
@@ -96,7 +101,7 @@ def _lies_as(part: Any, shard: Any) -> bool:
 
 def _part_of(value: Any, shard: Any, name: str) -> Any:
     """Return this rank's part of a whole tensor; anything else as it is."""
-    if not isinstance(shard, Shard) or not isinstance(value, torch.Tensor) or not value.dim():
+    if not isinstance(shard, Shard) or not isinstance(value, torch.Tensor):
         return value
     if value.shape != shard.whole.shape:
         raise ValueError(

@@ -33,8 +33,6 @@ def test_gradients_are_clipped_by_the_norm_of_all(rank, k, ignored):
     for norm_type in (2.0, 1, 3.5, math.inf, "inf"):
         for part in (0.5, 2.0):
             alone, model = models(rank, k, ignored)
-            if norm_type == "inf":
-                norm_type = float(norm_type)
             norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), math.inf, norm_type)
             alone, _ = models(rank, k)
             torch.nn.utils.clip_grad_norm_(alone.parameters(), part * norm, norm_type)
@@ -62,6 +60,14 @@ def one_tensor_none_and_gradients_that_are_missing(rank, k):
     assert clip_grad_norm_([], 1.0).item() == 0
 
 
+def a_rank_with_empty_shards_takes_part(rank, k):
+    for dtype in (torch.float64, torch.bfloat16):
+        model = fully_shard(nn.Linear(1, 1, bias=False).to(dtype))
+        model(torch.full((1, 1), 3, dtype=dtype)).sum().backward()
+        norm = clip_grad_norm_(model.parameters(), 1.0)
+        assert (norm.item(), norm.dtype) == (3.0, dtype)
+
+
 def what_is_not_finite_is_told_on_all_ranks(rank, k):
     _, model = models(rank, k)
     if rank == 0:
@@ -87,6 +93,7 @@ test_on_two = on_ranks(
     [
         ranks_alone_would_clip_otherwise,
         one_tensor_none_and_gradients_that_are_missing,
+        a_rank_with_empty_shards_takes_part,
         what_is_not_finite_is_told_on_all_ranks,
         what_cannot_be_meant_is_refused,
     ],
