@@ -32,19 +32,16 @@ def check_optimizer(optimizer_class, process_group, overlap_with_ddp, **_) -> No
         raise NotImplementedError("overlap_with_ddp is not supported here: leave it out")
 
 
-def check_param(self, param) -> None:
-    """Refuse a parameter whose memory cannot be divided."""
-    if not is_dense(param):
-        raise ValueError(
-            f"a parameter of shape {list(param.shape)} has strides {list(param.stride())}: it has "
-            "to lie in memory without gaps, so make it from a .clone()"
-        )
-
-
 def check_gradients(self) -> None:
-    """Refuse sparse gradients."""
-    if any(param.grad is not None and param.grad.is_sparse for param in self.shards):
-        raise ValueError("sparse gradients cannot be divided: use Embedding(sparse=False)")
+    """Refuse sparse gradients, and a state that lies otherwise than its parameter."""
+    for param, shard in self.shards.items():
+        if param.grad is not None and param.grad.is_sparse:
+            raise ValueError("sparse gradients cannot be divided: use Embedding(sparse=False)")
+        if param.stride() != shard.whole.stride() and self.optim.state.get(shard):
+            raise RuntimeError(
+                f"a parameter of shape {list(param.shape)} lies in memory otherwise than its "
+                "state: choose the memory_format before the first step"
+            )
 
 
 class ShardedOptimizer(Optimizer):
@@ -75,7 +72,7 @@ class ShardedOptimizer(Optimizer):
         self.shards: dict[torch.Tensor, Shard] = {}  # by parameter
         self.optim: Optimizer | None = None  # of the shards
         self._make = partial(optimizer_class, **defaults)
-        self._has_gradients = False  # whether the shards have theirs
+        self._scattered: dict[torch.Tensor, torch.Tensor] = {}  # by parameter: its gradient
         self._full: dict = {}  # what consolidate_state_dict has gathered
         super().__init__(params, defaults)
         self.defaults, self.state = self.optim.defaults, self.optim.state
@@ -84,14 +81,21 @@ class ShardedOptimizer(Optimizer):
         """Add a group of parameters, of each of which this rank updates a part."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        for param in group["params"]:
+            if not is_dense(param):
+                self.param_groups.pop()
+                raise ValueError(
+                    f"a parameter of shape {list(param.shape)} has strides "
+                    f"{list(param.stride())}: it has to lie in memory without gaps, so make it "
+                    "from a .clone()"
+                )
         own = {**group, "params": [self._shard_of(param) for param in group["params"]]}
         if self.optim is None:
             self.optim = self._make([own])
         else:
             self.optim.add_param_group(own)
-        group.update(_settings(self.optim.param_groups[-1]))  # with the defaults of its class
+        _copy_settings(self.optim.param_groups[-1:], [group])  # the defaults of its class
 
-    @checked(check_param)
     def _shard_of(self, param: torch.Tensor) -> Shard:
         bounds = even_bounds(param.numel(), self.process_group.size())
         sizes = [end - begin for begin, end in pairwise(bounds)]
@@ -103,7 +107,7 @@ class ShardedOptimizer(Optimizer):
     @checked(check_gradients)
     @torch.no_grad()
     def scatter_gradients(self) -> None:
-        """Give each shard its part of the gradient; ``step`` does it where it has not been done.
+        """Give each shard its part of the gradient; ``step`` does it for those that are new.
 
         To clip by the norm of the mean, call it, then ``clip_grad_norm_(optimizer.shards.values(),
         …)``.
@@ -113,6 +117,8 @@ class ShardedOptimizer(Optimizer):
             somewhere = torch.tensor(used)
             ranks.allreduce(somewhere, op="max", group=self.process_group, label="used parameters")
             used = somewhere.tolist()
+            if not any(used):  # it has been done, which took the gradients
+                return
         for (param, shard), is_used in zip(self.shards.items(), used, strict=True):
             if shard.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
                 self._follow(param, shard)
@@ -120,9 +126,9 @@ class ShardedOptimizer(Optimizer):
                 shard.grad = None
             elif self.averages:
                 shard.grad = self._mean_of(param)
-            else:
+            elif param.grad is not self._scattered.get(param):
+                self._scattered[param] = param.grad
                 shard.grad = line(param.grad, like=param)[shard.span]
-        self._has_gradients = True
 
     def _mean_of(self, param: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the mean gradient, and free the gradient."""
@@ -143,16 +149,15 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if not self._has_gradients:
-            self.scatter_gradients()
-        for group, own in zip(self.param_groups, self.optim.param_groups, strict=True):
-            own.update(_settings(group))  # a scheduler may have changed them
+        self.scatter_gradients()
+        _copy_settings(self.param_groups, self.optim.param_groups)  # those of a scheduler
         self.optim.step(**kwargs)
+        _copy_settings(self.optim.param_groups, self.param_groups)
         for param, shard in self.shards.items():
             if shard.grad is not None:
                 line(param).copy_(ranks.all_gather(shard, self.process_group))
                 shard.grad = None
-        self._has_gradients = False
+        self._scattered.clear()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -160,10 +165,11 @@ class ShardedOptimizer(Optimizer):
         super().zero_grad(set_to_none)
         for shard in self.shards.values():
             shard.grad = None
-        self._has_gradients = False
+        self._scattered.clear()
 
     def full_state_dict(self, dst: int | None = None) -> dict[str, Any]:
         """Return, on rank ``dst``, the state that the optimiser would have alone; {} elsewhere."""
+        _copy_settings(self.param_groups, self.optim.param_groups)
         return full_state_dict(self.optim, dst)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -183,9 +189,10 @@ class ShardedOptimizer(Optimizer):
         """Take this rank's part of a full state, of any number of ranks: called on all ranks."""
         load_full_state_dict(self.optim, state_dict)
         self.state = self.optim.state
-        for group, own in zip(self.param_groups, self.optim.param_groups, strict=True):
-            group.update(_settings(own))
+        _copy_settings(self.optim.param_groups, self.param_groups)
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+def _copy_settings(groups: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """Give each of the other groups all that a group has, but for the parameters."""
+    for group, other in zip(groups, others, strict=True):
+        other.update({name: value for name, value in group.items() if name != "params"})

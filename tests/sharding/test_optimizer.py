@@ -174,6 +174,38 @@ def schedulers_set_what_it_uses(rank, k):
         close(*found)
 
 
+def what_a_scheduler_set_last_is_saved(rank, k):
+    model = mlp(4, 3)
+    optimizer = sharded(model, SGD, averages=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    mean(model(randn(4, 4)))
+    optimizer.step()
+    scheduler.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.7})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.7]
+    state = optimizer.full_state_dict()
+    assert (
+        [group["lr"] for group in state["param_groups"]] == [0.05, 0.7] if rank == 0 else not state
+    )
+
+
+class Counts(torch.optim.SGD):
+    """An optimiser that counts its steps in its groups, as some with a schedule of their own do."""
+
+    def step(self):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        super().step()
+
+
+def an_optimizer_may_change_its_settings(rank, k):
+    model = mlp(4, 3)
+    optimizer = ShardedOptimizer(model.parameters(), Counts, lr=1.0, averages=True)
+    for _ in range(3):
+        optimizer.step()
+    assert optimizer.param_groups[0]["steps"] == 3
+
+
 def a_closure_is_called_once_with_gradients(rank, k):
     model, calls = mlp(4, 5, 3), []
     X = randn(6, 4).tensor_split(k)[rank]
@@ -260,6 +292,17 @@ def a_model_may_change_its_memory_format_before_the_first_step(rank, k):
     close(model.weight.detach(), before - 1)
 
 
+def its_state_would_not_follow_it_later(rank, k):
+    model = nn.Conv2d(2, 4, 3)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adam, averages=True)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        model.to(memory_format=memory_format)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        kind, text, *_ = attempt(optimizer.step)
+    assert kind == "RuntimeError" and "choose the memory_format before the first step" in text
+
+
 def each_rank_keeps_its_part_of_the_state_and_no_copy_of_parameters(rank, k):
     model, _, optimizer = trains(rank, k, WAYS["Adam"], averages=True)
     held = [x.numel() for values in optimizer.state.values() for x in values.values() if x.dim()]
@@ -275,6 +318,39 @@ def each_rank_keeps_its_part_of_the_state_and_no_copy_of_parameters(rank, k):
 
 
 UNTRAINED = "frozen", "unused"
+
+
+def gradients_that_were_scattered_wait_for_the_step(rank, k):
+    """Once more changes nothing, not even where a gradient lies otherwise than its parameter."""
+    for averages in (True, False):
+        weight = nn.Parameter(torch.zeros(4, 6).T)
+        optimizer = ShardedOptimizer([weight], torch.optim.SGD, lr=1.0, averages=averages)
+        weight.grad = torch.ones(6, 4)
+        for _ in range(2):
+            optimizer.scatter_gradients()
+        for shard in optimizer.shards.values():
+            shard.grad.mul_(0.5)
+        optimizer.step()
+        assert torch.equal(weight.detach(), torch.full((6, 4), -0.5))
+        weight.grad = None
+        optimizer.step()
+        assert torch.equal(weight.detach(), torch.full((6, 4), -0.5))
+
+
+def a_step_takes_the_newest_gradients(rank, k):
+    """Those of a step that was skipped were scattered, and then the model's were cleared."""
+    for averages in (True, False):
+        model = nn.Linear(4, 3)
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, averages=averages)
+        before = state_of(model)
+        for value in (torch.inf, 1.0):
+            model.zero_grad()
+            for param in model.parameters():
+                param.grad = torch.full_like(param, value)
+            if value == torch.inf:
+                optimizer.scatter_gradients()
+        optimizer.step()
+        close(state_of(model), [x - 1 for x in before])
 
 
 def an_optimizer_of_16_bits_gathers_16_bits(rank, k):
@@ -312,12 +388,17 @@ test_on_two = on_ranks(
     [
         takes_what_torchs_takes,
         schedulers_set_what_it_uses,
+        what_a_scheduler_set_last_is_saved,
+        an_optimizer_may_change_its_settings,
         a_closure_is_called_once_with_gradients,
         groups_have_their_settings_and_may_come_later,
         a_parameter_may_be_unfrozen_later,
         what_some_ranks_have_not_used_counts_as_zero_there,
         gradients_may_lie_otherwise_than_their_parameters,
         a_model_may_change_its_memory_format_before_the_first_step,
+        its_state_would_not_follow_it_later,
+        gradients_that_were_scattered_wait_for_the_step,
+        a_step_takes_the_newest_gradients,
         each_rank_keeps_its_part_of_the_state_and_no_copy_of_parameters,
         an_optimizer_of_16_bits_gathers_16_bits,
         ranks_agree_to_skip_a_step,
@@ -384,6 +465,11 @@ def refusals(rank, k):
     for expected, call in cases.items():
         kind, text, *_ = attempt(call)
         assert f"{kind} {text}".startswith(expected), (kind, text)
+    optimizer = ShardedOptimizer(params, torch.optim.SGD, lr=1.0)
+    kind, *_ = attempt(optimizer.add_param_group, {"params": [gaps]})
+    assert kind == "ValueError"
+    optimizer.step()  # as if nothing had been added
+    assert len(optimizer.param_groups) == 1
     table = nn.Embedding(5, 2, sparse=True)
     for averages in (True, False):
         optimizer = ShardedOptimizer(table.parameters(), torch.optim.SGD, averages=averages)
