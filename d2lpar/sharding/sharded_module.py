@@ -28,6 +28,7 @@ def check_fully_shard(
     mesh,
     reshard_after_forward,
     shard_placement_fn,
+    mp_policy,
     offload_policy,
     ignored_params,
     group,
@@ -51,6 +52,10 @@ def check_fully_shard(
         raise NotImplementedError(
             "shard_placement_fn and CPUOffloadPolicy are not supported here: use "
             "torch.distributed.fsdp.fully_shard for them"
+        )
+    if mp_policy is not None and not all(hasattr(mp_policy, name) for name in Policy._fields):
+        raise TypeError(
+            f"mp_policy has to be torch's MixedPrecisionPolicy, with param_dtype=…, not {mp_policy}"
         )
     if mesh is not None and (group is not None or mesh.ndim > 2):
         raise ValueError("pass a group, or a mesh: (shards) or (replicas, shards)")
@@ -101,8 +106,15 @@ def fully_shard(
     some of them empty; while a unit computes, its modules have whole parameters. Gradients are the
     mean over ranks, in float32 where the shards are of 16 bits.
 
+    The optimiser has to treat each element alone, as SGD, Adam and AdamW do, and LARS, Adafactor
+    or Muon do not: it sees flat parts.
+
     Not as in torch: tied parameters have to be in one unit; under ``torch.autocast`` weights would
-    be kept in 16 bits, which is refused; and float16 and bfloat16 are always added as float32.
+    be kept in 16 bits, which is refused; float16 and bfloat16 are always added as float32;
+    ``mp_policy`` looks for tensors in tuples, lists and dicts alone; and after
+    ``torch.autograd.grad`` units stay whole until a backward pass that reaches them. A list of
+    modules, ``unshard(async_op)``, ``register_fsdp_forward_method`` and the other ``set_…`` methods
+    are not there.
 
     Args:
         module: one that computes, such as a layer, a block or the model.
@@ -112,7 +124,7 @@ def fully_shard(
         shard_placement_fn: not supported, and refused.
         mp_policy: torch's ``MixedPrecisionPolicy``, or an object with its four attributes.
         offload_policy: only torch's OffloadPolicy, which does nothing.
-        ignored_params: these stay as they are, and their gradients too.
+        ignored_params: these stay as they are, and their gradients too: to average them is yours.
         group: ours; the ranks among which to divide, instead of a mesh. None: all.
         prefetch: ours; whether to gather the next unit, and reduce the one before, while one
             computes. It takes the memory of one unit more, and pays where messages wait for a link,
@@ -145,7 +157,7 @@ def _begin_alike(places, parts: list[nn.Module], groups: tuple) -> None:
 
 
 class FSDPModule:
-    """What a module can do after ``fully_shard``, by torch's names."""
+    """What a module can do after ``fully_shard``; ``no_sync`` and ``timeline`` are ours."""
 
     _unit: Unit
 
@@ -173,11 +185,13 @@ class FSDPModule:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let each rank add up gradients alone, for the backward passes that are made inside."""
+        before = [(unit, unit.syncs) for unit in self._units()]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.set_requires_gradient_sync(True)
+            for unit, syncs in before:
+                unit.syncs = syncs
 
     @property
     def timeline(self) -> list | None:

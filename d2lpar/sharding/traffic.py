@@ -34,8 +34,6 @@ class Traffic:
             if unit := vars(part).get("_unit"):
                 self.units.append(unit)
                 unit.traffic, unit.name = self, name or "root"
-                if unit.reshards is None:
-                    unit.reshards = unit is not root
         self.state = FORWARD
         self._now: list = []  # units, as they were gathered in this pass
         self._last: dict[str, list] = {FORWARD: [], BACKWARD: []}  # and in the pass before
@@ -48,13 +46,15 @@ class Traffic:
 
     def begin(self) -> None:
         """Begin a forward pass of the model."""
-        if self._reducing:  # an error broke off the last backward pass
+        if torch._C._current_graph_task_id() != -1:  # a hook calls it within a backward pass
+            self.finish()
+        elif self._reducing:  # an error broke off the last backward pass
             self._reducing[-1].result()
             self._reducing = None
         self._turn_to(FORWARD)
         self._context = copy_context()  # the thread counts bytes where the caller does
         with torch.enable_grad():
-            self.token = _Pass.apply(self._leaf, weakref.ref(self))
+            self.token = _Pass.apply(self._leaf, weakref.ref(self.root))
 
     def expect_backward(self, outputs: list[torch.Tensor]) -> None:
         """Learn from the model's outputs when a backward pass begins."""
@@ -90,9 +90,10 @@ class Traffic:
         coming, unit.coming = unit.coming or self._start(unit), None
         if self.state == BACKWARD and self._now:
             self._now[-1].free_unless_awaited()
-        self._now.append(unit)
-        if self.root.prefetches:
-            self._look_ahead(unit)
+        if self.state == BACKWARD or self.root.opener is not None:  # else a part is called alone
+            self._now.append(unit)
+            if self.root.prefetches:
+                self._look_ahead(unit)
         return coming.result()
 
     def _look_ahead(self, unit) -> None:
@@ -102,6 +103,7 @@ class Traffic:
             last[i].coming = self._start(last[i])
 
     def _start(self, unit) -> Future:
+        unit.versions = [shard._version for shard in unit.shards]
         return self._submit("gather", unit, unit.all_gather, self.shards)
 
     def reduce(self, unit, flat: torch.Tensor, used: list[bool]) -> None:
@@ -133,11 +135,11 @@ class _Pass(torch.autograd.Function):
     """A token that each unit of a forward pass takes: its backward comes after all of theirs."""
 
     @staticmethod
-    def forward(ctx, leaf, traffic):
-        ctx.traffic = traffic
+    def forward(ctx, leaf, root):
+        ctx.root = root
         return leaf.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.traffic().end()
+        ctx.root().traffic.end()  # of which it may have become a part since
         return None, None

@@ -5,6 +5,7 @@ backward asks for it, the unit is gathered again. Notebook 14 builds this file. 
 al., "PyTorch FSDP" (VLDB 2023), and ``torch.distributed.fsdp.fully_shard``.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from itertools import pairwise
@@ -100,16 +101,17 @@ class Unit:
         if self.opener is not None:
             return None
         is_own = opener is self.module
-        if is_own:
-            self._check_autocast()
         if is_own or not self.traffic:
             self.join_traffic()
+        if is_own:
+            self._check_autocast()
+        self._check_places()
+        self.opener, self.context = opener, ExitStack()
         if self.shards:
             self.gather()
             self._place(_Gathered.apply(self, self.traffic.token))
             self.awaits_gradients = any(shard.requires_grad for shard in self.shards)
-        self.opener, self.context = opener, ExitStack()
-        if is_own and self.reshards and self.shards:
+        if is_own and self.resharding and self.shards:
             self.context.enter_context(_Addresses(self))
         if is_own and self.policy.cast_forward_inputs:
             return _cast((args, kwargs), self.policy.param_dtype)
@@ -122,7 +124,7 @@ class Unit:
         self.opener = None
         self.context.close()
         self.swap_out()
-        if self.traffic.state != BACKWARD and (self.reshards or not torch.is_grad_enabled()):
+        if self.traffic.state != BACKWARD and (self.resharding or not torch.is_grad_enabled()):
             self.free()
         if opener is self.module and self.traffic.root is self:
             self.traffic.expect_backward(tensors_of(output))
@@ -131,7 +133,7 @@ class Unit:
         return None
 
     def _check_autocast(self) -> None:
-        for shard in self.shards[: self.reshards is not False]:
+        for shard in self.shards[: self.resharding]:
             kind, dtype = shard.device.type, self.compute_dtype
             if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype:
                 raise ValueError(
@@ -139,6 +141,19 @@ class Unit:
                     f"copies of these {dtype} parameters: use mp_policy, or "
                     "reshard_after_forward=False, which keeps parameters anyway"
                 )
+
+    def _check_places(self) -> None:
+        for (part, name), i in zip(self.places, self.numbers, strict=True):
+            if part._parameters.get(name) is not self.placed[i]:
+                raise RuntimeError(
+                    f"the parameter {name} of a {type(part).__name__} was replaced after "
+                    "fully_shard, by functional_call or by setting it: write into its shard"
+                )
+
+    @property
+    def resharding(self) -> bool:
+        """Whether to free parameters between forward and backward."""
+        return self.traffic.root is not self if self.reshards is None else self.reshards
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -152,9 +167,12 @@ class Unit:
         if self.traffic.root is self:
             self.traffic.begin()
 
-    def _place(self, tensors) -> None:
+    def _place(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.placed = tensors
         for (part, name), i in zip(self.places, self.numbers, strict=True):
             part._parameters[name] = tensors[i]
+            if name in (names := vars(part).get("_flat_weights_names", [])):
+                part._flat_weights[names.index(name)] = tensors[i]  # of an LSTM: a list of them
 
     def swap_out(self) -> None:
         """Give the shards to the modules, as their parameters."""
@@ -170,9 +188,10 @@ class Unit:
 
     def gather(self) -> None:
         """Make the parameters whole, unless they are and the shards have not changed since."""
-        versions = [shard._version for shard in self.shards]
-        if self.whole is None or versions != self.versions:
-            self.whole, self.versions = self.traffic.gather(self), versions
+        if self.versions != [shard._version for shard in self.shards]:
+            self.whole = self.coming = None
+        if self.whole is None:
+            self.whole = self.traffic.gather(self)
 
     def all_gather(self, group) -> torch.Tensor:
         """Return all parameters in one line: what the communication thread does."""
@@ -180,18 +199,26 @@ class Unit:
         return ranks.all_gather(own, group, label=f"gather {self.name}")
 
     def free(self) -> None:
-        """Forget all but the shards."""
-        self.whole = None
+        """Forget all but the shards, unless the parameters are being used."""
+        if self.opener is None:
+            self.whole = None
 
     def free_unless_awaited(self) -> None:
         """Free a unit that is frozen, or whose gradients have come: nothing else would do it."""
-        if not self.awaits_gradients and self.opener is None:
+        if not self.awaits_gradients:
             self.free()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters, as views of the line in which they lie."""
         wholes = zip(self.shards, self.spans, strict=True)
         return [flat.as_strided(s.whole.shape, s.whole.stride(), begin) for s, (begin, _) in wholes]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor shows numbers of the whole parameters, as they are."""
+        if tensor.layout is not torch.strided or tensor.dtype != self.whole.dtype:
+            return False
+        address, own = (x.untyped_storage().data_ptr() for x in (tensor, self.whole))
+        return address == own and not tensor.is_neg()
 
     # Gradients
 
@@ -233,6 +260,8 @@ class Unit:
             if is_used:
                 part = part.to(shard.dtype)
                 shard.grad = part if shard.grad is None else shard.grad.add_(part)
+                for hook in (shard._post_accumulate_grad_hooks or {}).values():
+                    hook(shard)
 
 
 class _Gathered(torch.autograd.Function):
@@ -263,7 +292,7 @@ class _Addresses(saved_tensors_hooks):
 
     def pack(self, tensor: torch.Tensor):
         """Return the address of a parameter; anything else is left to the hooks around."""
-        if tensor.untyped_storage().data_ptr() == self.unit.whole.untyped_storage().data_ptr():
+        if self.unit.holds(tensor):
             return tensor.size(), tensor.stride(), tensor.storage_offset()
         self.__exit__()
         try:

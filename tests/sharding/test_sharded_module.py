@@ -4,8 +4,10 @@ import gc
 import inspect
 import threading
 import weakref
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from d2lpar import DistributedDataParallel, GradScaler, count_bytes, fully_shard
 from d2lpar.ranks import RankError, launch
-from d2lpar.sharding import FSDPModule, Shard, full_state_dict
+from d2lpar.sharding import FSDPModule, Shard, full_state_dict, load_full_state_dict
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -325,6 +327,146 @@ def one_backward_pass_may_go_through_several_forward_passes(rank, k):
         compare_gradients(model, alone)
 
 
+class Views(nn.Module):
+    """What it keeps for backward is not the weight's numbers as they are: complex, or negated."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(randn(32, 4, 2))
+        self.graph = randn(ROWS, ROWS).relu()
+
+    def forward(self, X):
+        turned = (X.to(torch.complex128) @ torch.view_as_complex(self.weight)).conj()
+        edges = self.graph[: len(X), : len(X)]
+        hidden = turned.real * torch.view_as_complex(self.weight).conj().imag[0]
+        rows = torch.sparse.mm(edges.to_sparse(), hidden)
+        return torch.sparse.mm(edges.to_sparse_csr(), rows + X @ self.weight[..., 0])
+
+
+def what_backward_needs_may_be_of_any_kind(rank, k):
+    alone, model = Views(), fully_shard(Views(), reshard_after_forward=True)
+    X = [inputs().requires_grad_() for _ in range(2)]
+    for net, own in zip((alone, model), X, strict=True):
+        net(own).square().mean().backward()
+    compare_gradients(model, alone)
+    close(X[0].grad, X[1].grad)
+
+
+def a_hook_in_backward_may_call_the_model(rank, k):
+    for way in WAYS:
+        alone, model = build("layers"), shard(build("layers"), ["0", "2"], **way)
+        for net, args in ((alone, (0, 1)), (model, (rank, k))):
+
+            def again(*_, net=net, args=args):
+                with torch.no_grad():
+                    net(inputs(*args))
+
+            net[1].register_full_backward_hook(again)  # while the gradients of "2" are on their way
+            for step in range(2):
+                net(inputs(*args, step)).square().mean().backward()
+        compare_gradients(model, alone)
+
+
+def a_loss_may_go_backward_within_the_model(rank, k):
+    """While a unit is in use, its gradients come; its parameters have to stay."""
+
+    class Local(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = mlp(32, 8), mlp(8, 4)
+            self.gain = nn.Parameter(torch.ones(8, dtype=torch.float64))
+
+        def forward(self, X):
+            X = self.first(X) * self.gain
+            X.square().mean().backward()
+            return self.second(X.detach() * self.gain)
+
+    for way in WAYS:
+        torch.manual_seed(0)
+        alone, model = Local(), shard(Local(), ["first", "second"], **way)
+        load_full_state_dict(model, alone.state_dict())
+        for net, args in ((alone, (0, 1)), (model, (rank, k))):
+            for step in range(2):
+                net(inputs(*args, step)).square().mean().backward()
+        compare_gradients(model, alone)
+
+
+class Result(NamedTuple):
+    value: torch.Tensor
+
+
+@dataclass
+class Record:
+    value: torch.Tensor
+
+
+def in_a_record(record, net, X):
+    return record(nn.Sequential.forward(net, X))
+
+
+def a_part_may_come_before_the_model_in_one_pass(rank, k):
+    """Whatever tells of the backward pass: the outputs, in which no tensor may be found."""
+    for way, record in product(WAYS, (Result, Record)):
+        alone, model = build("layers"), shard(build("layers"), ["0", "2"], **way)
+        for net, args in ((alone, (0, 1)), (model, (rank, k))):
+            net.forward = partial(in_a_record, record, net)
+            for step in range(2):
+                before = net[0](inputs(*args, step)).mean()
+                (net(inputs(*args, step)).value.square().mean() + before).backward()
+        compare_gradients(model, alone)
+
+
+def hooks_see_each_gradient_that_has_come(rank, k):
+    """So that an optimiser may update within the backward pass, and keep no gradients."""
+    for way in WAYS:
+        alone, model = build("layers"), shard(build("layers"), ["0", "2"], **way)
+        for net, args in ((alone, (0, 1)), (model, (rank, k))):
+            optimizers = {param: SGD([param]) for param in net.parameters()}
+
+            def update(param, optimizers=optimizers):
+                optimizers[param].step()
+                param.grad = None
+
+            for param in net.parameters():
+                param.register_post_accumulate_grad_hook(update)
+            for step in range(3):
+                net(inputs(*args, step)).square().mean().backward()
+        assert all(param.grad is None for param in model.parameters())
+        check_equal(model, alone)
+
+
+def an_lstm_keeps_no_whole_weights(rank, k):
+    model = shard(build("sequences"), ["lstm"])
+    for _ in range(2):
+        model(inputs()).sum().backward()
+        assert all(isinstance(weight, Shard) for weight in model.lstm._flat_weights)
+
+
+def a_parameter_that_was_replaced_is_refused(rank, k):
+    model = shard(build("layers"), ["0"])
+    other = dict(build("layers", seed=1).named_parameters())
+    kind, text, *_ = attempt(torch.func.functional_call, model, other, inputs())
+    assert kind == "RuntimeError" and "the parameter weight of a Linear was replaced" in text
+    assert all(isinstance(param, Shard) for param in model.parameters())
+    model(inputs()).sum().backward()
+    model[0].weight = nn.Parameter(torch.ones(7, 32))
+    kind, text, *_ = attempt(model, inputs())
+    assert kind == "RuntimeError" and "the parameter weight of a FSDPLinear was replaced" in text
+    assert model[0].weight.shape == (7, 32)
+
+
+def no_sync_ends_as_it_began(rank, k):
+    model = shard(build("layers"), ["0"])
+    model[0].set_requires_gradient_sync(False)
+    with model.no_sync(), model.no_sync():
+        pass
+    assert [unit.syncs for unit in model._units()] == [True, False]
+    with model.no_sync():
+        with model.no_sync():
+            pass
+        assert [unit.syncs for unit in model._units()] == [False, False]
+
+
 def evaluation_frees_and_sees_the_newest_weights(rank, k):
     for way in WAYS:
         alone, model = build("layers"), shard(build("layers"), ["0", "2"], **way)
@@ -574,6 +716,10 @@ def what_cannot_be_sharded_is_named(rank, k):
             lambda: fully_shard(mlp(2, 2), reshard_after_forward=2),
         ),
         (
+            "TypeError mp_policy has to be torch's MixedPrecisionPolicy",
+            lambda: fully_shard(mlp(2, 2), mp_policy=torch.bfloat16),
+        ),
+        (
             "NotImplementedError shard_placement_fn",
             lambda: fully_shard(mlp(2, 2), shard_placement_fn=lambda param: None),
         ),
@@ -690,6 +836,14 @@ test_on_two = on_ranks(
         a_unit_that_only_passes_without_synchronisation_have_used_is_averaged,
         a_frozen_unit_around_another_is_computed_again,
         one_backward_pass_may_go_through_several_forward_passes,
+        what_backward_needs_may_be_of_any_kind,
+        a_hook_in_backward_may_call_the_model,
+        a_loss_may_go_backward_within_the_model,
+        a_part_may_come_before_the_model_in_one_pass,
+        hooks_see_each_gradient_that_has_come,
+        an_lstm_keeps_no_whole_weights,
+        a_parameter_that_was_replaced_is_refused,
+        no_sync_ends_as_it_began,
         evaluation_frees_and_sees_the_newest_weights,
         an_error_in_backward_leaves_nothing_stale,
         checkpoints_compute_again_what_they_left_out,

@@ -102,6 +102,45 @@ def what_is_not_needed_after_all_is_dropped(rank, k):
         assert [unit.coming for unit in model._units()] == [None] * 5
 
 
+def what_changes_after_it_was_gathered_ahead_is_gathered_again(rank, k):
+    model = net(True)
+    alone = nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(8, 8), nn.Tanh())])
+    with torch.no_grad():
+        for i in (0, 2, 4):
+            model[i].unshard()
+            alone[i].weight.copy_(model[i].weight)
+            alone[i].bias.copy_(model[i].bias)
+            model[i].reshard()
+    for own in (model, alone):
+
+        def double(*_, weight=own[2].weight):
+            with torch.no_grad():
+                weight.mul_(2)
+
+        own[0].register_forward_hook(double)
+    X = torch.ones(2, 8)
+    for _ in range(3):
+        found = model(X)
+        torch.testing.assert_close(found, alone(X))
+        found.sum().backward()
+
+
+def a_part_alone_is_no_part_of_a_pass(rank, k):
+    """Called often without the model, it leaves no trace, and the model decides what it keeps."""
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
+    X = torch.ones(2, 4)
+    with torch.no_grad():
+        model[0](X)  # before the model is known
+    fully_shard(model)
+    model(X)
+    assert model[0]._unit.whole is None and model._unit.whole is not None
+    traffic = model._unit.traffic
+    for _ in range(3):
+        with torch.no_grad():
+            model[0](X)
+    assert [unit.name for unit in traffic._now] == ["root", "0"]
+
+
 def one_thread_and_one_line_serve_all_units(rank, k):
     model = net(True)
     model[0](torch.ones(2, 8))  # it is its own root, until the model is called
@@ -119,6 +158,8 @@ test_on_two = on_ranks(
         messages_are_those_of_the_passes,
         several_outputs_begin_one_backward_pass,
         what_is_not_needed_after_all_is_dropped,
+        what_changes_after_it_was_gathered_ahead_is_gathered_again,
+        a_part_alone_is_no_part_of_a_pass,
         one_thread_and_one_line_serve_all_units,
     ],
 )
