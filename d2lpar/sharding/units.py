@@ -297,7 +297,7 @@ class _Addresses(saved_tensors_hooks):
         self.__exit__()
         try:
             with torch.enable_grad():
-                return _Kept.apply(self.unit.traffic.token, tensor).grad_fn
+                return _Kept.apply(self.unit.traffic.token, tensor.detach()).grad_fn
         finally:
             self.__enter__()
 
