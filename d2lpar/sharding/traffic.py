@@ -28,12 +28,19 @@ class Traffic:
     """
 
     def __init__(self, root):
-        self.root, self.units = root, []
+        self.root = root
+        parts = root.module.named_modules()
+        named = {name: vars(part)["_unit"] for name, part in parts if "_unit" in vars(part)}
+        for name, unit in named.items():
+            if unit.traffic and unit.traffic.root not in named.values():
+                raise RuntimeError(
+                    f"{name} belongs to another sharded model, which was called before: shard a "
+                    "module that contains both models, and call it"
+                )
         self.shards, self.replicas = (group and line_of(group) for group in root.groups)
-        for name, part in root.module.named_modules():
-            if unit := vars(part).get("_unit"):
-                self.units.append(unit)
-                unit.traffic, unit.name = self, name or "root"
+        self.units = list(named.values())
+        for name, unit in named.items():
+            unit.traffic, unit.name = self, name or "root"
         self.state = FORWARD
         self._now: list = []  # units, as they were gathered in this pass
         self._last: dict[str, list] = {FORWARD: [], BACKWARD: []}  # and in the pass before

@@ -1,7 +1,7 @@
 """Messages in one order, and gathers that begin ahead of time."""
 
 import torch
-from helpers import LIMIT, in_ranks, on_ranks
+from helpers import LIMIT, attempt, in_ranks, on_ranks
 from torch import nn
 
 from d2lpar import fully_shard, ranks
@@ -141,6 +141,18 @@ def a_part_alone_is_no_part_of_a_pass(rank, k):
     assert [unit.name for unit in traffic._now] == ["root", "0"]
 
 
+def a_part_of_two_models_is_refused(rank, k):
+    shared = fully_shard(nn.Linear(4, 4))
+    first, second = (fully_shard(nn.Sequential(shared, nn.Linear(4, 4))) for _ in range(2))
+    X = torch.ones(2, 4)
+    for _ in range(2):  # and neither call breaks the first model
+        first(X).sum().backward()
+        kind, text, *_ = attempt(second, X)
+        assert kind == "RuntimeError" and text.startswith("0 belongs to another sharded model")
+    around = fully_shard(nn.Sequential(first))
+    around(X).sum().backward()  # the whole of it may become a part
+
+
 def one_thread_and_one_line_serve_all_units(rank, k):
     model = net(True)
     model[0](torch.ones(2, 8))  # it is its own root, until the model is called
@@ -160,6 +172,7 @@ test_on_two = on_ranks(
         what_is_not_needed_after_all_is_dropped,
         what_changes_after_it_was_gathered_ahead_is_gathered_again,
         a_part_alone_is_no_part_of_a_pass,
+        a_part_of_two_models_is_refused,
         one_thread_and_one_line_serve_all_units,
     ],
 )
