@@ -109,8 +109,8 @@ class ShardedOptimizer(Optimizer):
     def scatter_gradients(self) -> None:
         """Give each shard its part of the gradient; ``step`` does it for those that are new.
 
-        To clip by the norm of the mean, call it, then ``clip_grad_norm_(optimizer.shards.values(),
-        …)``.
+        To clip by the norm of the mean, call it once before ``step``, and then
+        ``clip_grad_norm_(optimizer.shards.values(), …)``.
         """
         used = [param.grad is not None for param in self.shards]
         if self.averages:
@@ -119,6 +119,11 @@ class ShardedOptimizer(Optimizer):
             used = somewhere.tolist()
             if not any(used):  # it has been done, which took the gradients
                 return
+            if any(shard.grad is not None for shard in self.shards.values()):
+                raise RuntimeError(
+                    "gradients that were scattered wait for the step: call step, or zero_grad of "
+                    "this optimiser (the model's does not reach them), before the next backward"
+                )
         for (param, shard), is_used in zip(self.shards.items(), used, strict=True):
             if shard.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
                 self._follow(param, shard)

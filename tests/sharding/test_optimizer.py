@@ -338,19 +338,35 @@ def gradients_that_were_scattered_wait_for_the_step(rank, k):
 
 
 def a_step_takes_the_newest_gradients(rank, k):
-    """Those of a step that was skipped were scattered, and then the model's were cleared."""
+    """Those of a step that was skipped were scattered, and then cleared."""
     for averages in (True, False):
         model = nn.Linear(4, 3)
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, averages=averages)
         before = state_of(model)
         for value in (torch.inf, 1.0):
-            model.zero_grad()
+            (optimizer if averages else model).zero_grad()
             for param in model.parameters():
                 param.grad = torch.full_like(param, value)
             if value == torch.inf:
                 optimizer.scatter_gradients()
         optimizer.step()
         close(state_of(model), [x - 1 for x in before])
+
+
+def gradients_that_wait_for_the_step_are_not_lost(rank, k):
+    """New ones would replace them, also where other parameters, or another rank, have them."""
+    first, second = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    optimizer = ShardedOptimizer([first, second], torch.optim.SGD, lr=1.0, averages=True)
+    first.sum().backward()
+    optimizer.scatter_gradients()
+    if rank == 0:
+        second.sum().backward()
+    for call in (optimizer.scatter_gradients, optimizer.step):
+        kind, text, *_ = attempt(call)
+        assert kind == "RuntimeError" and "call step, or zero_grad" in text
+    second.grad = None
+    optimizer.step()
+    assert first.tolist() == [-1.0] * 4
 
 
 def an_optimizer_of_16_bits_gathers_16_bits(rank, k):
@@ -399,6 +415,7 @@ test_on_two = on_ranks(
         its_state_would_not_follow_it_later,
         gradients_that_were_scattered_wait_for_the_step,
         a_step_takes_the_newest_gradients,
+        gradients_that_wait_for_the_step_are_not_lost,
         each_rank_keeps_its_part_of_the_state_and_no_copy_of_parameters,
         an_optimizer_of_16_bits_gathers_16_bits,
         ranks_agree_to_skip_a_step,
