@@ -158,9 +158,10 @@ class ShardedOptimizer(Optimizer):
         _copy_settings(self.param_groups, self.optim.param_groups)  # those of a scheduler
         self.optim.step(**kwargs)
         _copy_settings(self.optim.param_groups, self.param_groups)
-        for param, shard in self.shards.items():
+        for i, (param, shard) in enumerate(self.shards.items()):
             if shard.grad is not None:
-                line(param).copy_(ranks.all_gather(shard, self.process_group))
+                label = f"parameter {i}"
+                line(param).copy_(ranks.all_gather(shard, self.process_group, label=label))
                 shard.grad = None
         self._scattered.clear()
         return result
