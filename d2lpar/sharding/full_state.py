@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..guards import checked
 from .shards import Shard, collect, line
 
-NUMBERS = "step", "eta", "mu", "mu_product"  # of a whole parameter, in the state of torch's
+NUMBERS = "step", "eta", "mu", "mu_product"  # in the state that torch's keep for a parameter
 
 
 def check_source(source, dst) -> None:
@@ -54,6 +54,18 @@ def full_state_dict(source: nn.Module | Optimizer, dst: int | None = None) -> di
     return state if dist.get_rank() == dst else {}
 
 
+def check_target(target, **_) -> None:
+    """Refuse a module that has whole parameters now, since what they get is lost."""
+    for name, part in target.named_modules() if isinstance(target, nn.Module) else ():
+        unit = vars(part).get("_unit")
+        if unit and unit.placed is not unit.shards:
+            raise RuntimeError(
+                f"the unit {name or 'root'} has whole parameters, which are only a copy, since "
+                "unshard: call reshard first"
+            )
+
+
+@checked(check_target)
 def load_full_state_dict(target: nn.Module | Optimizer, state: dict[str, Any]) -> None:
     """Load a full state: each rank takes its part. ``state`` has to be there on all ranks.
 
@@ -69,7 +81,7 @@ def load_full_state_dict(target: nn.Module | Optimizer, state: dict[str, Any]) -
         if i < len(shards):
             parts[i] = {
                 name: value
-                if name in NUMBERS
+                if _is_number(name, value, shards[i])
                 else _part_of(value, shards[i], f"{name} of parameter {i}")
                 for name, value in values.items()
             }
@@ -97,6 +109,12 @@ def _map_state(source: nn.Module | Optimizer, function: Callable) -> dict[str, A
 
 def _lies_as(part: Any, shard: Any) -> bool:
     return isinstance(shard, Shard) and isinstance(part, torch.Tensor) and part.shape == shard.shape
+
+
+def _is_number(name: str, value: Any, shard: Any) -> bool:
+    """Tell whether it belongs to the whole parameter, such as how many steps were made."""
+    has_one = isinstance(shard, Shard) and shard.whole.dim() == 0
+    return name in NUMBERS if has_one else isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _part_of(value: Any, shard: Any, name: str) -> Any:

@@ -186,8 +186,32 @@ def a_state_that_does_not_fit_is_refused(rank, k):
         for old, new in zip(before, after, strict=True)
         for a, b in zip(old[2:], new[2:], strict=True)
     )
+    model.conv.unshard()
+    kind, text, *_ = attempt(load_full_state_dict, model, right)
+    assert kind == "RuntimeError" and text.startswith("the unit conv has whole parameters")
+    model.conv.reshard()
     load_full_state_dict(model, right)
     check_same([full_state_dict(model)], [right if rank == 0 else {}])
+
+
+class Counts(torch.optim.SGD):
+    """An optimiser with a number of its own for each parameter, which no name gives away."""
+
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["decay"] = self.state[param].get("decay", torch.tensor(1.0)) / 2
+        super().step()
+
+
+def numbers_of_a_parameter_stay_whole(rank, k):
+    model = shards(Model())
+    del model.scale  # of a parameter that is a number itself, nothing tells them apart
+    optimizer, other = (Counts(model.parameters(), lr=0.1) for _ in "ab")
+    optimizer.step()
+    state = everyones([full_state_dict(optimizer)])[0][0]
+    load_full_state_dict(other, state)
+    other.step()
+    assert {values["decay"].item() for values in other.state.values()} == {0.25}
 
 
 test_on_two = on_ranks(
@@ -197,5 +221,6 @@ test_on_two = on_ranks(
         it_is_gathered_piece_by_piece,
         shards_of_two_groups_and_none_are_refused,
         a_state_that_does_not_fit_is_refused,
+        numbers_of_a_parameter_stay_whole,
     ],
 )
