@@ -81,22 +81,25 @@ class ShardedOptimizer(Optimizer):
         """Add a group of parameters, of each of which this rank updates a part."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for param in group["params"]:
-            if not is_dense(param):
-                self.param_groups.pop()
-                raise ValueError(
-                    f"a parameter of shape {list(param.shape)} has strides "
-                    f"{list(param.stride())}: it has to lie in memory without gaps, so make it "
-                    "from a .clone()"
-                )
-        own = {**group, "params": [self._shard_of(param) for param in group["params"]]}
-        if self.optim is None:
-            self.optim = self._make([own])
-        else:
-            self.optim.add_param_group(own)
+        try:
+            own = {**group, "params": [self._shard_of(param) for param in group["params"]]}
+            if self.optim is None:
+                self.optim = self._make([own])
+            else:
+                self.optim.add_param_group(own)
+        except Exception:
+            self.param_groups.pop()
+            for param in group["params"]:
+                self.shards.pop(param, None)
+            raise
         _copy_settings(self.optim.param_groups[-1:], [group])  # the defaults of its class
 
     def _shard_of(self, param: torch.Tensor) -> Shard:
+        if not is_dense(param):
+            raise ValueError(
+                f"a parameter of shape {list(param.shape)} has strides {list(param.stride())}: it "
+                "has to lie in memory without gaps, so make it from a .clone()"
+            )
         bounds = even_bounds(param.numel(), self.process_group.size())
         sizes = [end - begin for begin, end in pairwise(bounds)]
         me = self.process_group.rank()

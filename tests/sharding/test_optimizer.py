@@ -469,6 +469,15 @@ def test_the_peak_has_one_kth_of_the_state_and_no_flat_copy(rank, k):
     assert peak(DistributedDataParallel, averages=False) < {2: 17, 4: 15}[k]  # and DDP's buckets
 
 
+class Picky(torch.optim.SGD):
+    """An optimiser that checks each group."""
+
+    def add_param_group(self, param_group):
+        if param_group.get("lr", 1.0) < 0:
+            raise ValueError("the learning rate is negative")
+        super().add_param_group(param_group)
+
+
 def refusals(rank, k):
     params = list(mlp(3, 3).parameters())
     gaps = nn.Parameter(torch.zeros(4, 6)[:, ::2])
@@ -497,6 +506,14 @@ def refusals(rank, k):
     assert kind == "ValueError"
     optimizer.step()  # as if nothing had been added
     assert len(optimizer.param_groups) == 1
+    optimizer = ShardedOptimizer(params, Picky, lr=1.0)
+    more = [nn.Parameter(torch.ones(3))]
+    assert attempt(optimizer.add_param_group, {"params": more, "lr": -1.0})[0] == "ValueError"
+    more[0].grad = torch.ones(3)
+    optimizer.step()
+    optimizer.add_param_group({"params": more, "lr": 1.0})
+    optimizer.step()
+    assert len(optimizer.param_groups) == 2 and more[0].tolist() == [0.0] * 3
     table = nn.Embedding(5, 2, sparse=True)
     for averages in (True, False):
         optimizer = ShardedOptimizer(table.parameters(), torch.optim.SGD, averages=averages)
