@@ -4,7 +4,7 @@ This file is the entry; ``units`` has the algorithm. Notebook 14 uses it. Source
 ``torch.distributed.fsdp.fully_shard``, of which it has the names.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -43,6 +43,10 @@ def check_fully_shard(
     if isinstance(module, NOT_SHARDED):
         raise ValueError(
             f"a {type(module).__name__} cannot be sharded: shard the modules in it, or around it"
+        )
+    if not isinstance(ignored_params, (Collection, type(None))):
+        raise TypeError(
+            f"ignored_params has to be a set of parameters, not {type(ignored_params).__name__}"
         )
     if not isinstance(reshard_after_forward, (bool, type(None))):
         raise NotImplementedError(

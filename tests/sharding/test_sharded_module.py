@@ -720,6 +720,10 @@ def what_cannot_be_sharded_is_named(rank, k):
             lambda: fully_shard(mlp(2, 2), mp_policy=torch.bfloat16),
         ),
         (
+            "TypeError ignored_params has to be a set of parameters, not generator",
+            lambda: fully_shard(mlp(2, 2), ignored_params=mlp(2, 2).parameters()),
+        ),
+        (
             "NotImplementedError shard_placement_fn",
             lambda: fully_shard(mlp(2, 2), shard_placement_fn=lambda param: None),
         ),
