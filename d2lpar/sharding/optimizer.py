@@ -54,6 +54,7 @@ class ShardedOptimizer(Optimizer):
     With ``averages``, which is ours, the optimiser also averages the gradients: use it without
     DistributedDataParallel. A rank then gets only its part of the mean, and ``step`` sets the
     parameters' gradients to None. A parameter that some ranks have not used counts as zero there.
+    To clip, and to scale a loss, use d2lpar's ``clip_grad_norm_`` and ``GradScaler(group=…)``.
     """
 
     @checked(check_optimizer)

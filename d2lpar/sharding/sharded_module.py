@@ -111,14 +111,16 @@ def fully_shard(
     mean over ranks, in float32 where the shards are of 16 bits.
 
     The optimiser has to treat each element alone, as SGD, Adam and AdamW do, and LARS, Adafactor
-    or Muon do not: it sees flat parts.
+    or Muon do not: it sees flat parts. To clip, and to scale a loss, use d2lpar's
+    ``clip_grad_norm_`` and ``GradScaler(group=…)``: torch's see this rank's shards alone.
 
     Not as in torch: tied parameters have to be in one unit; under ``torch.autocast`` weights would
     be kept in 16 bits, which is refused; float16 and bfloat16 are always added as float32;
-    ``mp_policy`` looks for tensors in tuples, lists and dicts alone; and after
-    ``torch.autograd.grad`` units stay whole until a backward pass that reaches them. A list of
-    modules, ``unshard(async_op)``, ``register_fsdp_forward_method`` and the other ``set_…`` methods
-    are not there.
+    ``mp_policy`` looks for tensors in tuples, lists and dicts alone; after ``torch.autograd.grad``
+    units stay whole until a backward pass that reaches them. In backward, modules have shards, and
+    hooks see those; what is checkpointed has to be a module, not a method that reads a parameter of
+    its own module. A list of modules, ``unshard(async_op)``, ``register_fsdp_forward_method`` and
+    the other ``set_…`` methods are not there.
 
     Args:
         module: one that computes, such as a layer, a block or the model.
