@@ -27,7 +27,7 @@ ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 HOUSE = (
     ("", "guards devices data network models checkpoint"),
     ("collectives", "schedules cost lists"),
-    ("ranks", "transport nccl lanes agreement members collectives point_to_point"),
+    ("ranks", "transport nccl lanes agreement members moves collectives point_to_point"),
     ("ranks", "worker launcher grid"),
     ("data_parallel", "scattering replicas loss chunks sampler"),
     ("data_parallel", "buckets batch_norm state_sharing uneven reducer ddp_arguments ddp"),

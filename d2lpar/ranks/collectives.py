@@ -9,9 +9,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from hashlib import blake2b
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
@@ -24,22 +22,18 @@ from ..collectives.lists import (
     is_expanded,
     part_of,
     put_back,
-    reducer,
 )
 from ..collectives.schedules import (
     Schedule,
-    check_steps,
     direct,
-    num_chunks,
     recursive_doubling,
     ring,
     star,
-    steps_of,
     tree_broadcast,
 )
 from .agreement import agree
 from .members import Group, member_of
-from .transport import Receive, Send, take
+from .moves import even_bounds, messages_of, own_moves
 
 
 def allreduce(
@@ -254,54 +248,6 @@ def _calling(name: str, label: str, group, timeout, check: bool = True) -> Itera
             if not call.has_asked:
                 call.agree(f"{type(error).__name__}: {error}")
             raise
-
-
-class Moves(NamedTuple):
-    """One member's moves of a schedule, step by step: its sends, and what it receives."""
-
-    name: str  # of the schedule, with a digest of all moves: two may have one name
-    num_chunks: int  # into which the tensor is cut
-    steps: list[tuple[list, list]]  # [(destination, chunk), …], [(source, chunk, into), …]
-
-
-@lru_cache(maxsize=1024)
-def own_moves(schedule, k: int, member: int, op: str, *args) -> Moves:
-    """Return the moves of one member."""
-    steps = steps_of(schedule, k, *args)
-    check_steps(steps, k)
-    digest = blake2b(repr(steps).encode(), digest_size=4).hexdigest()
-    name = getattr(schedule, "__qualname__", type(schedule).__qualname__)
-    moves = Moves(f"schedule {name} ({digest})", num_chunks(steps), [])
-    for step in steps:
-        sends, receives = [], []
-        for m in step:
-            if m.src == member:
-                sends.append((m.dst, m.chunk))
-            if m.dst == member:
-                into = reducer(op, m.src < member) if m.reduce else take
-                receives.append((m.src, m.chunk, into))
-        moves.steps.append((sends, receives))
-    return moves
-
-
-def messages_of(
-    steps: Sequence[tuple], flat: torch.Tensor, bounds: Sequence[int] = ()
-) -> list[tuple[list[Send], list[Receive]]]:
-    """Return the messages of some steps: chunk c is bounds[c] to bounds[c + 1] of ``flat``."""
-    return [
-        (
-            [Send(dst, part_of(flat, chunk, bounds)) for dst, chunk in sends],
-            [Receive(src, part_of(flat, chunk, bounds), into) for src, chunk, into in receives],
-        )
-        for sends, receives in steps
-    ]
-
-
-@lru_cache(maxsize=1024)
-def even_bounds(numel: int, n: int) -> list[int]:
-    """Return where ``tensor_split`` cuts ``numel`` elements into ``n``: the first are larger."""
-    each, larger = divmod(numel, n)
-    return [i * each + min(i, larger) for i in range(n + 1)]
 
 
 @lru_cache(maxsize=1024)

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from .. import ranks
 from ..guards import checked
-from ..ranks.collectives import even_bounds
 from ..ranks.members import check_group
+from ..ranks.moves import even_bounds
 from .full_state import full_state_dict, load_full_state_dict
 from .shards import Shard, is_dense, line, make_shard
 

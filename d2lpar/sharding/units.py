@@ -21,7 +21,7 @@ from .. import ranks
 from ..data_parallel.buckets import wide
 from ..data_parallel.scattering import tensors_of
 from ..mixed_precision.casting import map_tensors
-from ..ranks.collectives import even_bounds
+from ..ranks.moves import even_bounds
 from .shards import Moved, Shard, line, make_shard
 from .traffic import BACKWARD, Traffic
 
