@@ -32,7 +32,7 @@ HOUSE = (
     ("data_parallel", "scattering replicas loss chunks sampler"),
     ("data_parallel", "buckets batch_norm state_sharing uneven reducer ddp_arguments ddp"),
     ("mixed_precision", "casting grad_scaler opt_levels"),
-    ("sharding", "shards clipping full_state optimizer traffic units sharded_module"),
+    ("sharding", "shards clipping full_state optimizer traffic addresses units sharded_module"),
     ("pipeline", "schedules stages partition local distributed"),
     ("tensor_parallel", "layers vocabulary channels"),
     ("study", "memory iteration splits methods"),

@@ -144,7 +144,7 @@ class DistributedDataParallel(nn.Module):
             [(args, kwargs)] = scatter((args, kwargs), [torch.device("cuda", self.device_ids[0])])
         output = self.module(*args, **kwargs)
         if averages:
-            self.reducer.expect(_tensors_in(output))
+            self.reducer.expect(tensors_in(output))
         self.require_forward_param_sync = averages
         return output
 
@@ -227,7 +227,7 @@ class DistributedDataParallel(nn.Module):
         self._attach()
 
 
-def _tensors_in(output: Any) -> list[torch.Tensor]:
+def tensors_in(output: Any) -> list[torch.Tensor]:
     """Return the tensors of an output, also in nested tuples, lists, dicts and dataclasses."""
     if is_dataclass(output):
         output = [getattr(output, field.name) for field in fields(output)]
@@ -235,4 +235,4 @@ def _tensors_in(output: Any) -> list[torch.Tensor]:
         output = output.values()
     elif not isinstance(output, (list, tuple)):
         return [output] if isinstance(output, torch.Tensor) else []
-    return [tensor for part in output for tensor in _tensors_in(part)]
+    return [tensor for part in output for tensor in tensors_in(part)]

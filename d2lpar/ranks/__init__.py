@@ -21,6 +21,7 @@ from .grid import make_grid
 from .lanes import Lanes
 from .launcher import RankError, launch
 from .members import member_of, use_messages
+from .moves import own_moves
 from .nccl import NcclMessages
 from .point_to_point import Sender, receive, send
 from .transport import BusyError, Messages, MismatchError, PeerError

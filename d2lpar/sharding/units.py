@@ -1,8 +1,7 @@
 """A unit: parameters of a module that are gathered before use, and freed after it.
 
-What autograd keeps of a weight for backward is where it lies among the unit's parameters. When
-backward asks for it, the unit is gathered again. Notebook 14 builds this file. Sources: Zhao et
-al., "PyTorch FSDP" (VLDB 2023), and ``torch.distributed.fsdp.fully_shard``.
+Notebook 14 builds this file. Sources: Zhao et al., "PyTorch FSDP" (VLDB 2023), and
+``torch.distributed.fsdp.fully_shard``.
 """
 
 from collections.abc import Sequence
@@ -15,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
 from .. import ranks
 from ..data_parallel.buckets import wide
-from ..data_parallel.scattering import tensors_of
+from ..data_parallel.ddp import tensors_in
 from ..mixed_precision.casting import map_tensors
 from ..ranks.moves import even_bounds
+from .addresses import Addresses
 from .shards import Moved, Shard, line, make_shard
 from .traffic import BACKWARD, Traffic
 
@@ -112,7 +111,7 @@ class Unit:
             self._place(_Gathered.apply(self, self.traffic.token))
             self.awaits_gradients = any(shard.requires_grad for shard in self.shards)
         if is_own and self.resharding and self.shards:
-            self.context.enter_context(_Addresses(self))
+            self.context.enter_context(Addresses(self))
         if is_own and self.policy.cast_forward_inputs:
             return _cast((args, kwargs), self.policy.param_dtype)
         return None
@@ -127,7 +126,7 @@ class Unit:
         if self.traffic.state != BACKWARD and (self.resharding or not torch.is_grad_enabled()):
             self.free()
         if opener is self.module and self.traffic.root is self:
-            self.traffic.expect_backward(tensors_of(output))
+            self.traffic.expect_backward(tensors_in(output))
         if opener is self.module:
             return _cast(output, self.policy.output_dtype)
         return None
@@ -213,13 +212,6 @@ class Unit:
         wholes = zip(self.shards, self.spans, strict=True)
         return [flat.as_strided(s.whole.shape, s.whole.stride(), begin) for s, (begin, _) in wholes]
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor shows numbers of the whole parameters, as they are."""
-        if tensor.layout is not torch.strided or tensor.dtype != self.whole.dtype:
-            return False
-        address, own = (x.untyped_storage().data_ptr() for x in (tensor, self.whole))
-        return address == own and not tensor.is_neg()
-
     # Gradients
 
     def reduce(self, grads: tuple[torch.Tensor | None, ...]) -> None:
@@ -281,45 +273,6 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx, *grads):
         ctx.unit.reduce(grads)
         return None, torch.zeros(())
-
-
-class _Addresses(saved_tensors_hooks):
-    """Keeps for backward, instead of a parameter, where it lies in its unit."""
-
-    def __init__(self, unit: Unit):
-        super().__init__(self.pack, self.unpack)
-        self.unit = unit
-
-    def pack(self, tensor: torch.Tensor):
-        """Return the address of a parameter; anything else is left to the hooks around."""
-        if self.unit.holds(tensor):
-            return tensor.size(), tensor.stride(), tensor.storage_offset()
-        self.__exit__()
-        try:
-            with torch.enable_grad():
-                return _Kept.apply(self.unit.traffic.token, tensor.detach()).grad_fn
-        finally:
-            self.__enter__()
-
-    def unpack(self, kept) -> torch.Tensor:
-        """Return what was kept; for a parameter, gather the unit."""
-        if not isinstance(kept, tuple):
-            return kept.saved_tensors[0]
-        self.unit.gather()
-        return self.unit.whole.as_strided(*kept)
-
-
-class _Kept(torch.autograd.Function):
-    """A node that keeps a tensor, as other hooks want it: a checkpoint's do not keep it at all."""
-
-    @staticmethod
-    def forward(ctx, token, tensor):
-        ctx.save_for_backward(tensor)
-        return token.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise NotImplementedError
 
 
 def _cast(tree, dtype: torch.dtype | None):

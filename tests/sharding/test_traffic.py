@@ -1,5 +1,7 @@
 """Messages in one order, and gathers that begin ahead of time."""
 
+from dataclasses import dataclass
+
 import torch
 from helpers import LIMIT, attempt, in_ranks, on_ranks
 from torch import nn
@@ -72,6 +74,23 @@ def several_outputs_begin_one_backward_pass(rank, k):
         counts.append([(what, name) for what, name, *_ in model.timeline])
     assert sorted(counts[0]) == sorted(counts[1])
     assert counts[1][4:].index(("gather", "2")) < counts[1][4:].index(("reduce", "4"))
+
+
+@dataclass
+class Record:
+    value: torch.Tensor
+
+
+def an_output_in_a_dataclass_begins_a_backward_pass(rank, k):
+    """Without a tensor that tells of backward, nothing would be gathered ahead in it."""
+    model = net(True)
+    inner = model.forward
+    model.forward = lambda X: Record(inner(X))
+    for _ in range(2):
+        model.timeline = []
+        model(torch.ones(2, 8)).value.sum().backward()
+    backward = [(what, name) for what, name, *_ in model.timeline[4:]]
+    assert backward.index(("gather", "2")) < backward.index(("reduce", "4"))
 
 
 def what_is_not_needed_after_all_is_dropped(rank, k):
@@ -169,6 +188,7 @@ test_on_two = on_ranks(
     [
         messages_are_those_of_the_passes,
         several_outputs_begin_one_backward_pass,
+        an_output_in_a_dataclass_begins_a_backward_pass,
         what_is_not_needed_after_all_is_dropped,
         what_changes_after_it_was_gathered_ahead_is_gathered_again,
         a_part_alone_is_no_part_of_a_pass,

@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers import in_ranks, on_ranks
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from d2lpar import count_bytes, fully_shard
 from d2lpar.study.memory import peak_memory
@@ -152,37 +151,9 @@ def a_broken_rule_of_the_unit_is_seen_by_its_versions(rank, k):
     assert not torch.allclose(model(X), before)
 
 
-def activations_go_with_the_output(rank, k):
-    """Also without a backward pass, and where an operation keeps its own output."""
-    for layer in (nn.Tanh(), nn.GELU()):
-        model = fully_shard(nn.Sequential(nn.Linear(4, 4), layer), reshard_after_forward=True)
-        output = model(torch.ones(2, 4))
-        memory = StorageWeakRef(output.untyped_storage())
-        del output
-        assert memory.expired()
-
-
-def what_is_kept_may_be_differentiated_again(rank, k):
-    """The penalty of a gradient: its gradient goes through what was kept, weights and others."""
-    torch.manual_seed(0)
-    alone, model = (nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 1)) for _ in "ab")
-    model.load_state_dict(alone.state_dict())
-    fully_shard(model, reshard_after_forward=True)
-    for net in (alone, model):
-        X = torch.ones(2, 4, requires_grad=True)
-        (slope,) = torch.autograd.grad(net(X).sum(), X, create_graph=True)
-        slope.square().sum().backward()
-    for param, shard in zip(alone.parameters(), model.parameters(), strict=True):
-        assert (param.grad is None) == (shard.grad is None)
-        if shard.grad is not None:
-            torch.testing.assert_close(shard.grad, param.grad.flatten()[shard.span])
-
-
 test_on_two = on_ranks(
     2,
     [
-        activations_go_with_the_output,
-        what_is_kept_may_be_differentiated_again,
         sixteen_bits_halve_what_is_gathered_and_not_what_is_reduced,
         frozen_units_are_freed_in_backward,
         a_broken_rule_of_the_unit_is_seen_by_its_versions,
