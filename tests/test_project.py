@@ -35,7 +35,7 @@ HOUSE = (
     ("sharding", "shards clipping full_state optimizer traffic addresses units sharded_module"),
     ("pipeline", "schedules stages partition local distributed"),
     ("tensor_parallel", "layers vocabulary channels"),
-    ("study", "memory iteration splits methods"),
+    ("study", "memory iteration splits methods checks"),
     ("plot", "picture charts board drawings iterations thumbnails"),
     ("", "training train_ddp"),
 )

@@ -1,0 +1,98 @@
+"""Check the answer to an exercise: it is done, or one sentence says what is wrong with it.
+
+    with exercise(1) as done:
+        difference = off(step(X), expected, "step(X)")
+        assert difference < 1e-6, f"off by {difference:.1e}: how much does each row count?"
+        done(f"Off by {difference:.1e}.")
+
+This prints ``1: done. Off by 2.1e-09.``, or shows ``1: off by 2.5e-05: how much …`` without a
+traceback. The notebooks of notebooks/exercises use this file.
+"""
+
+import os
+import re
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+STUB = 'raise NotImplementedError("your code")'
+FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')  # in the traceback of a rank
+
+
+class AnswerError(AssertionError):
+    """The answer to an exercise is wrong, or missing. The message is one sentence or two."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Tell IPython to show the message alone, and not the code of the check."""
+        return [str(self)]
+
+
+@contextmanager
+def exercise(number: int) -> Iterator[Callable[[str], None]]:
+    """Check an answer in the ``with`` block; at its end print ``done``, and what was passed to it.
+
+    Raises:
+        AnswerError: an ``assert`` failed, or there was another error. It names the line of the
+            answer, if the error comes from there.
+    """
+    figures = []
+    try:
+        yield figures.append
+    except Exception as error:
+        raise AnswerError(f"{number}: {_sentence(error)}") from error
+    print(f"{number}: done.", *figures)
+
+
+def off(value: Any, expected: torch.Tensor | Sequence[torch.Tensor], what: str) -> float:
+    """Return the largest difference between tensors, or between lists of them.
+
+    ``what`` names the value in the AssertionError for one of another type, length or shape.
+    """
+    if isinstance(expected, torch.Tensor):
+        wanted = described(expected)
+        same = isinstance(value, torch.Tensor) and value.shape == expected.shape
+        assert same, f"{what} is {described(value)}, and should be {wanted}."
+        difference = (value.detach().cpu().double() - expected.detach().cpu().double()).abs()
+        return difference.max().item() if difference.numel() else 0.0
+    same = isinstance(value, list | tuple) and len(value) == len(expected)
+    assert same, f"{what} is {described(value)}, and should be a list of {len(expected)} tensors."
+    pairs = enumerate(zip(value, expected, strict=True))
+    return max([off(ours, theirs, f"{what}, entry {i},") for i, (ours, theirs) in pairs], default=0)
+
+
+def number(value: Any, what: str) -> float | int:
+    """Return a number as Python's. The AssertionError for anything else names it by ``what``."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    right = isinstance(value, int | float) and not isinstance(value, bool)
+    assert right, f"{what} is {described(value)}, and should be a number."
+    return value
+
+
+def described(value: Any) -> str:
+    """Return what a value is, for a sentence."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of length {len(value)}"
+    shown = repr(value)
+    return shown if len(shown) < 40 and "\n" not in shown else f"of type {type(value).__name__}"
+
+
+def _sentence(error: Exception) -> str:
+    text = next(iter(str(error).splitlines()), "")
+    if "NotImplementedError" in f"{type(error).__name__} {text}":
+        return f"not solved yet. Replace {STUB} by your code, and run that cell."
+    if isinstance(error, NameError):
+        return f"{text}. Run the cells above this one, from the first on."
+    if isinstance(error, AssertionError) and text:
+        return text
+    places = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    places += FRAME.findall(str(error))
+    cells = [(line, name) for file, line, name in places if not os.path.exists(file)]
+    line, name = cells[-1] if cells else (0, "<module>")
+    where = f" (line {line} of a cell, in {name})" if name != "<module>" else ""
+    return f"{type(error).__name__}{text and f': {text}'}{where}"

@@ -1,0 +1,107 @@
+"""A check says that an exercise is done, or one sentence about what is wrong, whatever it is."""
+
+import re
+
+import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+
+from d2lpar.ranks.launcher import launch
+from d2lpar.study.checks import STUB, AnswerError, exercise, number, off
+
+ZEROS = [torch.zeros(2, 3), torch.zeros(4)]
+
+
+def cell(source):
+    """A function of a cell: its code is in no file."""
+    names = {"__name__": "__main__", "launch": launch}
+    exec(compile(source, "<cell>", "exec"), names)
+    return names["answer"]
+
+
+def said(answer, *args):
+    with pytest.raises(AnswerError) as caught, exercise(3):
+        answer(*args)
+    return str(caught.value)
+
+
+def test_a_check_that_passes_prints_its_figures_at_the_end(capsys):
+    with exercise(2) as done:
+        done("Off by 0.")
+        done("Sent 8 bytes.")
+        assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "2: done. Off by 0. Sent 8 bytes.\n"
+
+
+def test_an_assertion_is_shown_alone(capsys):
+    with pytest.raises(AnswerError, match=r"^1: off by 2\.$") as caught, exercise(1) as done:
+        done("Off by 0.")
+        raise AssertionError("off by 2.")
+    assert capsys.readouterr().out == ""
+    shell = InteractiveShell.instance()
+    shell.showtraceback((AnswerError, caught.value, caught.tb))
+    assert capsys.readouterr().out.strip() == "1: off by 2."
+
+
+RANKS = "def answer():\n    launch(inner, 2, timeout=30)\n"
+
+
+@pytest.mark.parametrize(
+    "source, sentence",
+    [
+        (f"def answer():\n    {STUB}", r"not solved yet\. Replace raise Not"),
+        (f"{RANKS}def inner(rank, k):\n    {STUB}", r"not solved yet\. Replace raise Not"),
+        ("def answer():\n    frobnicate()", r"name 'frobnicate' is not defined\. Run the cells"),
+        ("def answer():\n    x = 1\n    return x.y", r"AttributeError: .*\(line 3 of a cell, in a"),
+        ("def answer():\n    int('x')", r"ValueError: invalid .*\(line 2 of a cell, in answer"),
+        ("def answer():\n    assert False", r"AssertionError \(line 2 of a cell, in answer\)"),
+        ("def answer():\n    raise ValueError", r"ValueError \(line 2"),
+        ("def answer():\n    raise ValueError('a\\nb')", r"ValueError: a \(line 2"),
+        (
+            f"{RANKS}def inner(rank, k):\n    x = 1\n    return x.y",
+            r"RankError: rank \d: AttributeError: 'int' .*\(line 5 of a cell, in inner\)",
+        ),
+    ],
+)
+def test_any_other_error_becomes_a_sentence_with_the_line_of_the_answer(source, sentence):
+    text = said(cell(source))
+    assert re.match(f"3: {sentence}", text) and "\n" not in text, text
+
+
+def test_an_error_of_the_check_itself_names_no_line_and_interrupts_pass():
+    with pytest.raises(AnswerError, match=r"^3: KeyError: 'x'$"):
+        exec(compile("with exercise(3): {}['x']", "<cell>", "exec"), {"exercise": exercise})
+    with pytest.raises(KeyboardInterrupt), exercise(3):
+        raise KeyboardInterrupt
+
+
+def test_off_is_the_largest_difference():
+    assert off(torch.zeros(2), torch.zeros(2), "it") == 0.0 == off([], [], "it")
+    assert off(torch.zeros(0), torch.zeros(0), "it") == 0.0
+    assert off((ZEROS[0] + 1, ZEROS[1] - 3), ZEROS, "it") == 3.0
+    assert off(torch.tensor([1]), torch.tensor([2.5], requires_grad=True), "it") == 1.5
+    nan = off(torch.tensor([0.0, float("nan")]), torch.zeros(2), "it")
+    assert nan != nan  # so that it is below no bound
+
+
+@pytest.mark.parametrize(
+    "value, expected, sentence",
+    [
+        (None, ZEROS[0], "it is None, and should be a tensor of shape (2, 3)."),
+        (ZEROS[1], ZEROS[0], "it is a tensor of shape (4,), and should be a tensor of shape"),
+        (ZEROS[:1], ZEROS, "it is a list of length 1, and should be a list of 2 tensors."),
+        (ZEROS[0], ZEROS, "it is a tensor of shape (2, 3), and should be a list of 2 tensors."),
+        ([ZEROS[0], "x"], ZEROS, "it, entry 1, is 'x', and should be a tensor of shape (4,)."),
+        (range, ZEROS, "it is <class 'range'>, and should"),
+        ({i: i for i in range(99)}, ZEROS, "it is of type dict, and should"),
+    ],
+)
+def test_off_names_what_is_no_such_tensor(value, expected, sentence):
+    assert said(off, value, expected, "it").startswith(f"3: {sentence}")
+
+
+def test_number_takes_numbers_only():
+    assert [number(x, "it") for x in (3, 2.5, torch.tensor([7]))] == [3, 2.5, 7]
+    for wrong in (None, "3", True, [3], torch.zeros(2)):
+        assert said(number, wrong, "it").startswith("3: it is ")
+        assert said(number, wrong, "it").endswith("and should be a number.")
