@@ -19,6 +19,7 @@ notebooks refresh lab live bench: export MALLOC_MMAP_THRESHOLD_ := 33554432
 notebooks refresh lab live bench: export MALLOC_TRIM_THRESHOLD_ := 1073741824
 
 .PHONY: help notebooks refresh lab test test-everywhere live mutants size lint format saved-cells bench clean
+.PHONY: exercises answers course course-trial
 .NOTPARALLEL:
 
 help:  ## this list
@@ -62,6 +63,20 @@ format: $(INSTALLED)  ## let ruff format code and notebooks, and fix what it can
 
 saved-cells: $(INSTALLED)  ## rewrite the notebooks' "@save" cells from the module
 	@$(PY) tools/saved_cells.py
+
+exercises: $(INSTALLED)  ## write what students fill in, notebooks/exercises, from tests/exercises
+	@$(PY) tools/exercises.py
+
+answers: $(INSTALLED)  ## try right and wrong answers to the exercises (ONLY="03 museum")
+	@$(PY) tools/answers.py $(ONLY)
+
+course: $(INSTALLED)  ## a folder for nbgrader, with the exercises to be graded (DIR=../course)
+	@test -n "$(DIR)" || { echo "Which folder? For instance: make course DIR=../course"; exit 1; }
+	@$(PY) tools/exercises.py --course "$(DIR)"
+
+course-trial: $(INSTALLED)  ## install nbgrader; let it grade blank, solved and forged notebooks (ONLY=03)
+	@$(PY) -m pip install -qq -c constraints.txt -e ".[teach]"
+	@$(PY) tools/course_trial.py $(ONLY)
 
 bench: $(INSTALLED)  ## measure ours against torch's: ratios and goals (ONLY="ranks ddp" runs those)
 	@$(PY) tools/bench.py $(ONLY)

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import exercises
 import pytest
 import size
 import yaml  # jupyter brings it
@@ -85,7 +86,8 @@ each_module = pytest.mark.parametrize("path", MODULES, ids=dotted)
 PYPROJECT = tomllib.loads(read("pyproject.toml"))
 PROJECT = PYPROJECT["project"]
 RUN_TIME = [Requirement(line) for line in PROJECT["dependencies"]]
-NEEDS = RUN_TIME + [Requirement(line) for line in PROJECT["optional-dependencies"]["dev"]]
+EXTRAS = PROJECT["optional-dependencies"]
+NEEDS = RUN_TIME + [Requirement(line) for extra in EXTRAS.values() for line in extra]
 LOWEST = PROJECT["requires-python"].removeprefix(">=")
 
 
@@ -172,6 +174,30 @@ def test_readme_is_short_shows_only_commands_that_exist_and_maps_rooms_and_noteb
     assert rows == list(dict.fromkeys(room for room, _ in HOUSE if room))
     named = set(re.findall(r"\b\d\d_\w+\.ipynb", text))
     assert sorted(named) == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_links_of_the_pages_lead_somewhere_and_their_commands_exist():
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.M))
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(((?!https?:|#)[^)\s]+)\)", text):
+            assert (page.parent / link.partition("#")[0]).exists(), (page.name, link)
+        assert set(re.findall(r"\bmake ([a-z-]+)(?=[` ]|$)", text, flags=re.M)) - targets <= {
+            "makes"
+        }
+
+
+def test_a_syllabus_names_exercises_that_there_are():
+    rows = re.findall(r"^\|.*\|.*\|.*\| (.*\d.*) \|$", read("docs/teaching.md"), flags=re.M)
+    named = [part.partition(": ") for row in rows for part in row.split("; ")]
+    assert len(rows) > 10
+    for chapter, _, numbers in named:
+        if chapter[:2].isdigit():
+            [path] = (ROOT / "notebooks").glob(f"{chapter}_*.ipynb")
+            there = len(exercises.chapter_texts(path.stem)) - 1
+            first, _, last = numbers.partition(" to ")
+            listed = [int(n) for n in re.findall(r"\d+", f"{first} {last}")]
+            assert listed and max(listed) <= there and listed == sorted(listed), (chapter, numbers)
 
 
 # The module

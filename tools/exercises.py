@@ -34,13 +34,14 @@ SOLUTION = re.compile(REGION.format("SOLUTION"), flags=re.M | re.S)
 HIDDEN = re.compile(REGION.format("HIDDEN TESTS"), flags=re.M | re.S)
 
 # What a course needs to know. The stubs must be ours, so that both ways give the same notebook.
-CONFIG = f'''\
-"""The settings of this course. Add students here, or with ``nbgrader db student add NAME``."""
+CONFIG = rf'''"""The settings of a course with the exercises of d2lpar."""
 
 c = get_config()
 c.CourseDirectory.course_id = "d2lpar"
 c.ClearSolutions.code_stub = {{"python": {STUB!r}}}
 c.ClearSolutions.text_stub = {TEXT_STUB!r}
+# nbgrader zip_collect: files named such as ada_03_allreduce.ipynb
+c.FileNameCollectorPlugin.named_regexp = r".*?(?P<student_id>[^/]+?)_(?P<file_id>\d\d_\w+|museum)"
 c.ExecutePreprocessor.timeout = 60  # seconds per cell: one that never returns gets no points
 c.ExecutePreprocessor.extra_arguments = ["--Application.log_level=ERROR"]
 '''

@@ -208,8 +208,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"No such notebook. There are: {', '.join(p.name for p in paths) or 'none'}")
         return 1
     args.build.mkdir(parents=True, exist_ok=True)
-    if (args.folder / "img").is_dir():
-        shutil.copytree(args.folder / "img", args.build / "img", dirs_exist_ok=True)
+    for name in ("img", "exercises"):  # to which the notebooks link
+        if (args.folder / name).is_dir():
+            shutil.copytree(args.folder / name, args.build / name, dirs_exist_ok=True)
 
     # Neither the reader's IPython profile nor a debugger's warning belongs into the results. A
     # kernel is killed: what it leaves in its folder for temporary files goes with ours.
