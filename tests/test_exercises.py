@@ -4,7 +4,6 @@ tools/answers.py tries the answers, a chapter in a process; here its findings ar
 """
 
 import ast
-import functools
 import json
 import os
 import re
@@ -150,23 +149,29 @@ def test_the_museum_has_its_exhibits():
 def test_links_lead_somewhere(name):
     nb = nbformat.read(exercises.STUDENTS / f"{name}.ipynb", as_version=4)
     for cell in nb.cells:
-        for link in re.findall(r"\]\(((?!https?:|#)[^)\s]+)\)", cell.source):
+        prose = cell.source.partition("```")[0] if cell.cell_type == "markdown" else ""
+        for link in re.findall(r"\]\(((?!https?:|#)[^)\s]+)\)", prose):
             assert (exercises.STUDENTS / link).exists(), link
 
 
 # What the checks say
 
 
-@functools.cache
-def trials():
-    """A future of each master's trial, of which as many run at a time as there are cores."""
+@pytest.fixture(scope="session")
+def trials(request):
+    """A future of each trial that was asked for. As many run at a time as there are cores."""
     pool = ThreadPoolExecutor(os.cpu_count() or 1)
-    return {name: pool.submit(answers.run, name) for name in answers.masters()}
+    asked = [
+        item for item in request.session.items if "trials" in getattr(item, "fixturenames", ())
+    ]
+    names = dict.fromkeys(item.callspec.params["name"] for item in asked)
+    yield {name: pool.submit(answers.run, name) for name in names}
+    pool.shutdown(cancel_futures=True)
 
 
 @each_master
-def test_solutions_are_done_and_stubs_and_wrong_answers_are_refused_with_a_sentence(name):
-    found = trials()[name].result()
+def test_solutions_are_done_and_stubs_and_wrong_answers_are_refused_with_a_sentence(name, trials):
+    found = trials[name].result()
     assert answers.complaints(name, found) == []
     assert len(found["whole"]) == len(answers.exercises_of(name)[1]) > 0
 
@@ -299,6 +304,8 @@ def test_a_masters_texts_are_those_of_its_chapter(masters):
     assert exercises.main(["--check"]) == 1 and exercises.main([]) == 0
     for path in (masters / "masters" / "01_toy.ipynb", masters / "students" / "01_toy.ipynb"):
         cells = nbformat.read(path, as_version=4).cells
+        tagged = [cell.id for cell in cells if cell.metadata.get("tags") == ["raises-exception"]]
+        assert tagged == ["double", "double-check"]  # "run all" does not stop there
         assert cells[2].source == "## Exercise 1\n\nDouble *x*.\n\n```python\nx = 1\n```"
 
 

@@ -9,6 +9,7 @@ This prints ``1: done. Off by 2.1e-09.``, or shows ``1: off by 2.5e-05: how much
 traceback. The notebooks of notebooks/exercises use this file.
 """
 
+import math
 import os
 import re
 import traceback
@@ -18,6 +19,9 @@ from typing import Any
 
 import torch
 
+from ..ranks.launcher import RankError
+
+LONGEST = 300  # characters of an error
 STUB = 'raise NotImplementedError("your code")'
 FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')  # in the traceback of a rank
 
@@ -60,7 +64,8 @@ def off(value: Any, expected: torch.Tensor | Sequence[torch.Tensor], what: str) 
     same = isinstance(value, list | tuple) and len(value) == len(expected)
     assert same, f"{what} is {described(value)}, and should be a list of {len(expected)} tensors."
     pairs = enumerate(zip(value, expected, strict=True))
-    return max([off(ours, theirs, f"{what}, entry {i},") for i, (ours, theirs) in pairs], default=0)
+    found = [off(ours, theirs, f"{what}, entry {i},") for i, (ours, theirs) in pairs]
+    return max(found, key=lambda x: (math.isnan(x), x), default=0.0)  # NaN is the largest
 
 
 def number(value: Any, what: str) -> float | int:
@@ -95,4 +100,6 @@ def _sentence(error: Exception) -> str:
     cells = [(line, name) for file, line, name in places if not os.path.exists(file)]
     line, name = cells[-1] if cells else (0, "<module>")
     where = f" (line {line} of a cell, in {name})" if name != "<module>" else ""
-    return f"{type(error).__name__}{text and f': {text}'}{where}"
+    kind = "" if isinstance(error, RankError) else type(error).__name__  # rank 0: ValueError: …
+    sentence = ": ".join(filter(None, [kind, text]))
+    return sentence[:LONGEST] + "…" * (len(sentence) > LONGEST) + where
