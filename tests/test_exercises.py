@@ -7,7 +7,6 @@ import ast
 import json
 import os
 import re
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,6 +37,22 @@ def definitions(source):
     """The functions and classes at the top of a piece of code, as (name, what it is)."""
     kinds = ast.FunctionDef | ast.ClassDef
     return [(n.name, ast.dump(n)) for n in ast.parse(source).body if isinstance(n, kinds)]
+
+
+def assigned(source):
+    """The names that a cell gives values to, outside of its functions and classes."""
+    names, waiting = set(), [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif not isinstance(node, ast.Lambda | ast.ListComp | ast.GeneratorExp | ast.DictComp):
+            waiting += ast.iter_child_nodes(node)
+    return names
 
 
 # What students get
@@ -97,6 +112,15 @@ def test_a_master_has_its_cells_in_order(name):
 
 
 @each_master
+def test_no_check_overwrites_what_belongs_to_another_exercise(name):
+    setup, tried = answers.exercises_of(name)
+    for one in tried:
+        others = [assigned(setup), *(assigned(other.solution) for other in tried if other != one)]
+        lost = assigned(one.check) & set().union(*others)
+        assert not lost, f"{one.id}-check changes {lost}"
+
+
+@each_master
 def test_a_student_sees_no_solution_and_no_hidden_test(name):
     text = (exercises.STUDENTS / f"{name}.ipynb").read_text("utf-8")
     assert not re.search(r"### (BEGIN|END)|HIDDEN TESTS", text)
@@ -124,6 +148,11 @@ def test_a_chapter_asks_to_predict_to_repair_and_to_use_torch(name):
     texts = [text for heading, text in exercises.chapter_texts(name).items() if heading]
     for asked in (r"[Pp]redict", r"[Rr]epair", r"(?i)\btorch|\bdist\.|`nn\."):
         assert any(re.search(asked, text) for text in texts), asked
+
+
+def test_names_that_a_cell_assigns_are_found():
+    source = "import a.b as c\nfor d in []:\n    with e as f: g: int = 1\ndef h():\n    i = 1\n"
+    assert assigned(source + "[j for j in []]; k = lambda l: [m := 1]") == set("cdfghk")
 
 
 @each_chapter
@@ -178,11 +207,17 @@ def test_solutions_are_done_and_stubs_and_wrong_answers_are_refused_with_a_sente
 
 @each_master
 def test_each_exercise_has_three_wrong_answers(name):
-    entries = tomllib.loads((exercises.MASTERS / f"{name}.toml").read_text("utf-8"))["wrong"]
-    for exercise in answers.exercises_of(name)[1]:
-        wrong = [e for e in entries if e["exercise"] == exercise.id]
+    entries = answers.listed(name)["wrong"]
+    ids = {cell.id for cell in master(name).cells if exercises.role(cell) == "solution"}
+    assert (
+        {entry["exercise"] for entry in entries}
+        == ids
+        >= set(answers.listed(name).get("needs", {}))
+    )
+    for id in ids:
+        wrong = [entry for entry in entries if entry["exercise"] == id]
         tried = {e.get("answer", (e.get("old"), e.get("new"))) for e in wrong}
-        assert len(tried) >= 3 and all(len(e["says"]) > 3 for e in wrong), exercise.id
+        assert len(tried) >= 3 and all(len(e["says"]) > 3 for e in wrong), id
 
 
 # The tools, on a master of their own
@@ -337,6 +372,7 @@ def test_answers_that_are_as_they_should_be_give_no_complaint(masters):
     [
         ("factor = 2", "factor = 1", "double: the solution, after the others, is not simply done"),
         ("factor = 2", "factor = 1", "double: the solution, alone, is not simply done"),
+        ("factor = 2", "factor = 2; half = double / 2", "the solution, alone, is not simply done"),
         ('done("4.")', "1 / 0", "is not simply done: .*ZeroDivisionError"),
         ('done("4.")', "import sys; print(1, file=sys.stderr)", "is not simply done"),
         ("assert found == 4", "assert found", "double, three: .* does not match"),
@@ -371,6 +407,13 @@ def test_one_exercise_must_not_need_another(masters):
     nbformat.write(nb, masters / "masters" / "01_toy.ipynb")
     complaints = try_here()
     assert len(complaints) == 1 and complaints[0].startswith("twice: the solution, alone, is not")
+
+
+def test_an_exercise_that_needs_a_newer_torch_is_left_out(masters):
+    for version, found in (("2.0", 1), ("99", 0)):
+        (masters / "masters" / "01_toy.toml").write_text(f'needs.double = "{version}"\n{WRONG}')
+        assert len(answers.exercises_of("01_toy")[1]) == found
+        assert len(answers.wrong_answers("01_toy")) == 2 * found and try_here() == []
 
 
 def test_a_wrong_answer_must_fit_the_solution(masters):

@@ -5,9 +5,11 @@
 
 A chapter's wrong answers are in tests/exercises/NN_name.toml: the id of the exercise's solution
 cell, why the answer is wrong, the answer itself (``old`` in the solution replaced by ``new``, or a
-whole ``answer``), and a regular expression for what the check says. Each chapter runs in a process
-of its own. Every answer gets a fresh namespace, in which only the setup cell has run, so that no
-exercise needs another one. The exit status is 1 when something is not as it should be.
+whole ``answer``), and a regular expression for what the check says. ``[needs]`` names exercises
+that an older torch cannot do, with the version that can; they are left out there. Each chapter
+runs in a process of its own. Every answer gets a fresh namespace, in which only the setup cell has
+run, so that no exercise needs another one. The exit status is 1 when something is not as it should
+be.
 """
 
 import argparse
@@ -23,9 +25,11 @@ import sys
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from typing import NamedTuple
 
 from exercises import MASTERS, SOLUTION, role, solution, unsolved
+from packaging.version import Version
 from run_notebooks import read
 
 LIMIT = 600  # seconds for a chapter's process
@@ -53,7 +57,7 @@ def masters() -> list[str]:
 
 
 def exercises_of(name: str) -> tuple[str, list[Exercise]]:
-    """Return the setup of a master, and its exercises that are checked."""
+    """Return the setup of a master, and those exercises with a check that this torch can do."""
     setup, exercises, number, answer = "", [], 0, None
     for cell in read(MASTERS / f"{name}.ipynb").cells:
         heading = re.match(r"## (?:Exercise )?(\d+)\b", cell.source)
@@ -66,7 +70,13 @@ def exercises_of(name: str) -> tuple[str, list[Exercise]]:
             answer = cell
         elif kind == "check":
             exercises.append(Exercise(number, answer.id, answer.source, without_marks(cell.source)))
-    return setup, exercises
+    needs, torch = listed(name).get("needs", {}), Version(version("torch"))
+    return setup, [e for e in exercises if torch >= Version(needs.get(e.id, "0"))]
+
+
+def listed(name: str) -> dict:
+    """Return what a chapter's list of wrong answers holds."""
+    return tomllib.loads((MASTERS / f"{name}.toml").read_text("utf-8"))
 
 
 def without_marks(check: str) -> str:
@@ -77,7 +87,7 @@ def without_marks(check: str) -> str:
 def wrong_answers(name: str) -> list[dict]:
     """Return a chapter's wrong answers, each with its ``answer`` in full."""
     answers = {exercise.id: exercise.answer for exercise in exercises_of(name)[1]}
-    entries = tomllib.loads((MASTERS / f"{name}.toml").read_text("utf-8"))["wrong"]
+    entries = [entry for entry in listed(name)["wrong"] if entry.get("exercise") in answers]
     for entry in entries:
         place = f"{name}.toml, {entry.get('exercise')}, {entry.get('why')}"
         if set(entry) not in (KEYS | {"answer"}, KEYS | {"old", "new"}):
@@ -138,17 +148,20 @@ def attempt(namespace: dict, exercise: Exercise, answer: str) -> dict:
     """
     from d2lpar.study.checks import AnswerError
 
-    out, err, error = io.StringIO(), io.StringIO(), None
+    out, err, broken, error = io.StringIO(), io.StringIO(), None, None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        with contextlib.suppress(Exception):
+        try:
             run_cell(exercise.id, answer, namespace)
+        except Exception as raised:
+            broken = repr(raised)
         try:
             run_cell(f"{exercise.id}-check", exercise.check, namespace)
         except AnswerError as refused:
             error = str(refused)
         except Exception as other:
             error = f"no AnswerError but {other!r}"
-    return {"printed": out.getvalue(), "stderr": err.getvalue(), "error": error}
+    printed, complained = out.getvalue(), err.getvalue()
+    return {"printed": printed, "stderr": complained, "raised": broken, "error": error}
 
 
 def run(name: str) -> dict:
@@ -171,7 +184,8 @@ def complaints(name: str, found: dict) -> list[str]:
     ):
         for how, said in zip(("after the others", "alone"), attempts, strict=True):
             last = next(iter(said["printed"].splitlines()[-1:]), "")
-            if said["error"] or said["stderr"] or not last.startswith(f"{exercise.number}: done"):
+            bad = said["error"] or said["stderr"] or said["raised"]
+            if bad or not last.startswith(f"{exercise.number}: done"):
                 lines.append(f"{exercise.id}: the solution, {how}, is not simply done: {said}")
     for exercise, said in zip(exercises_of(name)[1], found["stub"], strict=True):
         lines += [f"{exercise.id}, the stub: {line}" for line in bad_refusal(exercise.number, said)]

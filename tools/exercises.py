@@ -93,8 +93,11 @@ def chapter_texts(name: str) -> dict[str, str]:
     return {"": preface} | {f"## Exercise {i}": item for i, item in enumerate(items, 1)}
 
 
-def with_texts(master: NotebookNode, name: str) -> NotebookNode:
-    """Return a master with the exercises' texts as they stand in the chapter, word for word."""
+def completed(master: NotebookNode, name: str) -> NotebookNode:
+    """Return a master with the chapter's texts, and such tags that "run all" runs all.
+
+    Without the tag, JupyterLab stops at the first exercise that is not solved.
+    """
     nb, texts = copy.deepcopy(master), chapter_texts(name)
     for cell in nb.cells:
         heading = cell.source.partition("\n")[0]
@@ -102,6 +105,8 @@ def with_texts(master: NotebookNode, name: str) -> NotebookNode:
             cell.source = texts[""]
         elif role(cell) == "text" and heading in texts:
             cell.source = f"{heading}\n\n{texts[heading]}"
+        elif role(cell) in ("solution", "check"):
+            cell.metadata.tags = ["raises-exception"]
     return nb
 
 
@@ -109,7 +114,7 @@ def expected() -> dict[Path, str]:
     """Return the text of each master and of each file that is made from it, formatted."""
     texts = {}
     for path in sorted(MASTERS.glob("*.ipynb")):
-        master = with_texts(read(path), path.stem)
+        master = completed(read(path), path.stem)
         for target, nb in ((path, master), (STUDENTS / path.name, student(master))):
             texts[target] = formatted(nbformat.writes(nb) + "\n")
     return texts
