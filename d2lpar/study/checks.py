@@ -10,8 +10,10 @@ traceback. The notebooks of notebooks/exercises use this file.
 """
 
 import math
+import numbers
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from ..ranks.launcher import RankError
 
 LONGEST = 300  # characters of an error
 STUB = 'raise NotImplementedError("your code")'
-FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')  # in the traceback of a rank
+FRAME = re.compile(r'File "(.*)", line \d+, in \S+\n +(\S.*)')  # in the traceback of a rank
 
 
 class AnswerError(AssertionError):
@@ -39,14 +41,14 @@ def exercise(number: int) -> Iterator[Callable[[str], None]]:
     """Check an answer in the ``with`` block; at its end print ``done``, and what was passed to it.
 
     Raises:
-        AnswerError: an ``assert`` failed, or there was another error. It names the line of the
+        AnswerError: an ``assert`` failed, or there was another error. It shows the line of the
             answer, if the error comes from there.
     """
-    figures = []
+    figures, check = [], sys._getframe(2).f_code.co_filename
     try:
         yield figures.append
     except Exception as error:
-        raise AnswerError(f"{number}: {_sentence(error)}") from error
+        raise AnswerError(f"{number}: {_sentence(error, check)}") from error
     print(f"{number}: done.", *figures)
 
 
@@ -72,7 +74,7 @@ def number(value: Any, what: str) -> float | int:
     """Return a number as Python's. The AssertionError for anything else names it by ``what``."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    right = isinstance(value, int | float) and not isinstance(value, bool)
+    right = isinstance(value, numbers.Real) and not isinstance(value, bool)  # NumPy's, too
     assert right, f"{what} is {described(value)}, and should be a number."
     return value
 
@@ -87,19 +89,19 @@ def described(value: Any) -> str:
     return shown if len(shown) < 40 and "\n" not in shown else f"of type {type(value).__name__}"
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: Exception, check: str) -> str:
+    """Say what an error means, and show the line that it comes from, if that is in another cell."""
     text = next(iter(str(error).splitlines()), "")
     if "NotImplementedError" in f"{type(error).__name__} {text}":
-        return f"not solved yet. Replace {STUB} by your code, and run that cell."
+        return f"not solved yet. Replace {STUB} with your code, and run that cell."
     if isinstance(error, NameError):
-        return f"{text}. Run the cells above this one, from the first on."
+        return f"{text}. Run the cells above this one, in order: did one of them end in an error?"
     if isinstance(error, AssertionError) and text:
         return text
-    places = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
-    places += FRAME.findall(str(error))
-    cells = [(line, name) for file, line, name in places if not os.path.exists(file)]
-    line, name = cells[-1] if cells else (0, "<module>")
-    where = f" (line {line} of a cell, in {name})" if name != "<module>" else ""
+    lines = [(frame.filename, frame.line) for frame in traceback.extract_tb(error.__traceback__)]
+    lines += FRAME.findall(str(error))
+    cells = [line for file, line in lines if line and file != check and not os.path.exists(file)]
     kind = "" if isinstance(error, RankError) else type(error).__name__  # rank 0: ValueError: …
     sentence = ": ".join(filter(None, [kind, text]))
+    where = f", at: {cells[-1]}" if cells else ""
     return sentence[:LONGEST] + "…" * (len(sentence) > LONGEST) + where
