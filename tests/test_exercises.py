@@ -96,8 +96,11 @@ def check_form(nb):
             yield f"{cell.id} has no solution"
         if kind == "manual" and len(exercises.SOLUTION.findall(cell.source)[0][1]) < MANUAL_ANSWER:
             yield f"{cell.id} has no model answer"
-        if kind == "solution" and (cell.id == "setup" or STUB in cell.source):
-            yield f"{cell.id} has a stub already"
+        # A line that raises between two functions would leave the second one undefined.
+        if kind == "solution" and re.search(
+            r"^raise .*\n+\S", exercises.unsolved(cell.source), re.M
+        ):
+            yield f"{cell.id}: a solution at the top level is not the last thing in its cell"
     checks = [cell.id for kind, cell in zip(kinds, nb.cells, strict=True) if kind == "check"]
     solutions = [cell.id for kind, cell in zip(kinds, nb.cells, strict=True) if kind == "solution"]
     if checks != [f"{name}-check" for name in solutions]:

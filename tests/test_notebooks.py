@@ -447,6 +447,8 @@ def run(folder, *cells, arguments=()):
     nbformat.write(nb, folder / "01_toy.ipynb")
     (folder / "img").mkdir()
     (folder / "img" / "ring.svg").write_text(SVG)
+    (folder / "exercises").mkdir()
+    (folder / "exercises" / "01_toy.ipynb").write_text("{}")
     build = folder / "build"
     status = run_notebooks.main([f"--folder={folder}", f"--build={build}", *arguments])
     return status, build / "01_toy.ipynb"
@@ -471,6 +473,7 @@ def test_runner_refreshes_and_leaves_no_temporary_files(tmp_path, monkeypatch, c
     assert str(temporary) in code(nb)[1].outputs[0].text and list(temporary.iterdir()) == []
     assert 'href="02_next.html"' in built.with_suffix(".html").read_text()
     assert (built.parent / "img" / "ring.svg").read_text() == SVG
+    assert (built.parent / "exercises" / "01_toy.ipynb").read_text() == "{}"
 
 
 def test_a_page_has_its_pictures_asks_nothing_of_the_network_and_is_scrolled_by_keys(tmp_path):

@@ -86,7 +86,11 @@ def described(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of length {len(value)}"
     shown = repr(value)
-    return shown if len(shown) < 40 and "\n" not in shown else f"of type {type(value).__name__}"
+    return (
+        shown
+        if len(shown) < 40 and "\n" not in shown
+        else f"an object of type {type(value).__name__}"
+    )
 
 
 def _sentence(error: Exception, check: str) -> str:
@@ -94,11 +98,12 @@ def _sentence(error: Exception, check: str) -> str:
     text = next(iter(str(error).splitlines()), "")
     if "NotImplementedError" in f"{type(error).__name__} {text}":
         return f"not solved yet. Replace {STUB} with your code, and run that cell."
-    if isinstance(error, NameError):
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, NameError) and frames[-1].filename == check:
         return f"{text}. Run the cells above this one, in order: did one of them end in an error?"
     if isinstance(error, AssertionError) and text:
         return text
-    lines = [(frame.filename, frame.line) for frame in traceback.extract_tb(error.__traceback__)]
+    lines = [(frame.filename, frame.line) for frame in frames]
     lines += FRAME.findall(str(error))
     cells = [line for file, line in lines if line and file != check and not os.path.exists(file)]
     kind = "" if isinstance(error, RankError) else type(error).__name__  # rank 0: ValueError: …

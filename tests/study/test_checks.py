@@ -54,7 +54,7 @@ RANKS = "def answer():\n    launch(inner, 2, timeout=30)\n"
     [
         (f"def answer():\n    {STUB}", r"not solved yet\. Replace raise Not"),
         (f"{RANKS}def inner(rank, k):\n    {STUB}", r"not solved yet\. Replace raise Not"),
-        ("def answer():\n    frobnicate()", r"name 'frobnicate' is not defined\. Run the cells"),
+        ("def answer():\n    frobnicate()", r"NameError: name 'frobnicate' .*, at: frobnicate\(\)"),
         ("def answer():\n    x = 1\n    return x.y", r"AttributeError: .*, at: return x\.y$"),
         ("def answer():\n    int('x')", r"ValueError: invalid .*, at: int\('x'\)$"),
         ("def answer():\n    assert False", r"AssertionError, at: assert False$"),
@@ -70,6 +70,12 @@ RANKS = "def answer():\n    launch(inner, 2, timeout=30)\n"
 def test_any_other_error_becomes_a_sentence_with_the_line_of_the_answer(source, sentence):
     text = said(cell(source))
     assert re.match(f"3: {sentence}", text) and "\n" not in text, text
+
+
+def test_what_the_cells_above_should_have_defined_is_named():
+    check = "def answer(exercise):\n    with exercise(3):\n        frobnicate()"
+    with pytest.raises(AnswerError, match=r"^3: name 'frobnicate' is not defined\. Run the cells"):
+        cell(check)(exercise)
 
 
 def test_an_error_of_the_check_itself_shows_no_line_and_interrupts_pass():
@@ -99,7 +105,7 @@ def test_off_is_the_largest_difference():
         (ZEROS[0], ZEROS, "it is a tensor of shape (2, 3), and should be a list of 2 tensors."),
         ([ZEROS[0], "x"], ZEROS, "it, entry 1, is 'x', and should be a tensor of shape (4,)."),
         (range, ZEROS, "it is <class 'range'>, and should"),
-        ({i: i for i in range(99)}, ZEROS, "it is of type dict, and should"),
+        ({i: i for i in range(99)}, ZEROS, "it is an object of type dict, and should"),
     ],
 )
 def test_off_names_what_is_no_such_tensor(value, expected, sentence):
