@@ -192,8 +192,8 @@ def test_links_lead_somewhere(name):
 
 @pytest.fixture(scope="session")
 def trials(request):
-    """A future of each trial that was asked for. As many run at a time as there are cores."""
-    pool = ThreadPoolExecutor(os.cpu_count() or 1)
+    """A future of each trial that was asked for."""
+    pool = ThreadPoolExecutor(answers.at_a_time())
     asked = [
         item for item in request.session.items if "trials" in getattr(item, "fixturenames", ())
     ]
@@ -419,6 +419,15 @@ def test_an_exercise_that_needs_a_newer_torch_is_left_out(masters):
         (masters / "masters" / "01_toy.toml").write_text(f'needs.double = "{version}"\n{WRONG}')
         assert len(answers.exercises_of("01_toy")[1]) == found
         assert len(answers.wrong_answers("01_toy")) == 2 * found and try_here() == []
+
+
+@pytest.mark.parametrize("cores, threads, side_by_side", [(8, None, 8), (8, "2", 4), (2, "4", 1)])
+def test_chapters_that_run_side_by_side_share_the_cores(monkeypatch, cores, threads, side_by_side):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert answers.at_a_time() == side_by_side
 
 
 def test_a_wrong_answer_must_fit_the_solution(masters):

@@ -164,9 +164,14 @@ def attempt(namespace: dict, exercise: Exercise, answer: str) -> dict:
     return {"printed": printed, "stderr": complained, "raised": broken, "error": error}
 
 
+def at_a_time() -> int:
+    """Return how many chapters can run side by side, if each may use OMP_NUM_THREADS cores."""
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
 def run(name: str) -> dict:
     """Try all answers of a chapter in a process of its own; return what ``try_all`` does."""
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # chapters run side by side
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
     command = [sys.executable, "-W", "error", __file__, "--in-this-process", name]
     options = {"capture_output": True, "text": True, "timeout": LIMIT, "env": environment}
     begin = time.perf_counter()
@@ -220,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     chosen = [n for n in masters() if not options.names or n.startswith(tuple(options.names))]
     bad = refused = solved = 0
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(at_a_time()) as pool:
         for name, found in zip(chosen, pool.map(run, chosen), strict=True):
             wrong = complaints(name, found)
             solved, refused = solved + len(found["whole"]), refused + len(found["wrong"])
