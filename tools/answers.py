@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import NamedTuple
@@ -51,9 +52,10 @@ class Exercise(NamedTuple):
         return solution(self.answer)
 
 
-def masters() -> list[str]:
-    """Return the names of all masters."""
-    return sorted(path.stem for path in MASTERS.glob("*.ipynb"))
+def masters(begin: Sequence[str] = ()) -> list[str]:
+    """Return the names of all masters, or of those that begin with one of these texts."""
+    names = sorted(path.stem for path in MASTERS.glob("*.ipynb"))
+    return [name for name in names if not begin or name.startswith(tuple(begin))]
 
 
 def exercises_of(name: str) -> tuple[str, list[Exercise]]:
@@ -223,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.in_this_process:
         print(json.dumps(try_all(options.in_this_process)))
         return 0
-    chosen = [n for n in masters() if not options.names or n.startswith(tuple(options.names))]
+    chosen = masters(options.names)
     bad = refused = solved = 0
     with ThreadPoolExecutor(at_a_time()) as pool:
         for name, found in zip(chosen, pool.map(run, chosen), strict=True):

@@ -24,6 +24,7 @@ from exercises import CONFIG, MASTERS, STUDENTS, make_course, role, solution
 from nbformat import NotebookNode
 from run_notebooks import read
 
+LIMIT = 900  # seconds for a command of nbgrader
 FORGED = 'print("1: done.")'
 
 
@@ -33,7 +34,7 @@ def nbgrader(course: Path, *arguments: str) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     command = [sys.executable, "-m", "nbgrader", *arguments]
     options = {"capture_output": True, "text": True, "env": os.environ | {"PATH": path}}
-    done = subprocess.run(command, cwd=course, **options)
+    done = subprocess.run(command, cwd=course, timeout=LIMIT, **options)
     if done.returncode:
         said = f"{done.stdout}{done.stderr}"
         raise RuntimeError(f"nbgrader {' '.join(arguments)} ends with {done.returncode}:\n{said}")
@@ -106,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="how the names of the chapters begin")
     options = parser.parse_args(arguments)
-    chosen = [n for n in masters() if not options.names or n.startswith(tuple(options.names))]
+    chosen = masters(options.names)
     with tempfile.TemporaryDirectory(prefix="course-") as folder:
         complaints = try_course(Path(folder), chosen)
     print(*complaints, f"{len(chosen)} assignments, {len(complaints)} complaints", sep="\n")

@@ -44,7 +44,7 @@ def exercise(number: int) -> Iterator[Callable[[str], None]]:
         AnswerError: an ``assert`` failed, or there was another error. It shows the line of the
             answer, if the error comes from there.
     """
-    figures, check = [], sys._getframe(2).f_code.co_filename
+    figures, check = [], sys._getframe(2).f_code.co_filename  # of the cell with the ``with``
     try:
         yield figures.append
     except Exception as error:
@@ -86,11 +86,8 @@ def described(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of length {len(value)}"
     shown = repr(value)
-    return (
-        shown
-        if len(shown) < 40 and "\n" not in shown
-        else f"an object of type {type(value).__name__}"
-    )
+    short = len(shown) < 40 and "\n" not in shown
+    return shown if short else f"an object of type {type(value).__name__}"
 
 
 def _sentence(error: Exception, check: str) -> str:
