@@ -42,7 +42,7 @@ c.ClearSolutions.code_stub = {{"python": {STUB!r}}}
 c.ClearSolutions.text_stub = {TEXT_STUB!r}
 # nbgrader zip_collect: files named such as ada_03_allreduce.ipynb
 c.FileNameCollectorPlugin.named_regexp = r".*?(?P<student_id>[^/]+?)_(?P<file_id>\d\d_\w+|museum)"
-c.ExecutePreprocessor.timeout = 120  # seconds per cell, twice what a launch may take: one that never returns gets no points
+c.ExecutePreprocessor.timeout = 120  # seconds per cell: twice what a launch may take
 c.ExecutePreprocessor.extra_arguments = ["--Application.log_level=ERROR"]
 '''
 
