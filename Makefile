@@ -19,7 +19,7 @@ notebooks refresh lab live bench: export MALLOC_MMAP_THRESHOLD_ := 33554432
 notebooks refresh lab live bench: export MALLOC_TRIM_THRESHOLD_ := 1073741824
 
 .PHONY: help notebooks refresh lab test test-everywhere live mutants size lint format saved-cells bench clean
-.PHONY: exercises answers course course-trial
+.PHONY: exercises answers course course-trial site browser-test
 .NOTPARALLEL:
 
 help:  ## this list
@@ -77,6 +77,14 @@ course: $(INSTALLED)  ## a folder for nbgrader, with the exercises to be graded 
 course-trial: $(INSTALLED)  ## install nbgrader; let it grade blank, solved and forged notebooks (ONLY=03)
 	@$(PY) -m pip install -qq -c constraints.txt -e ".[teach]"
 	@$(PY) tools/course_trial.py $(ONLY)
+
+site: $(INSTALLED)  ## the book as a site, in build/site (D2LPAR_REPOSITORY=https://… adds buttons)
+	@$(PY) -m pip install -qq -c constraints.txt -e ".[site]"
+	@$(PY) tools/website.py
+
+browser-test: $(INSTALLED)  ## click through the site and JupyterLab, in the system's Chromium
+	@$(PY) -m pip install -qq -c constraints.txt -e ".[site,browser]"
+	@$(PY) -m pytest -q -m browser tests/browser
 
 bench: $(INSTALLED)  ## measure ours against torch's: ratios and goals (ONLY="ranks ddp" runs those)
 	@$(PY) tools/bench.py $(ONLY)

@@ -106,9 +106,9 @@ def fully_shard(
 
     The parameters of one call are a *unit*. Call it on parts first, such as each layer, then on the
     whole, which takes what is left; make the optimiser afterwards. All ranks begin with the
-    parameters and buffers of the first one. ``module.parameters()`` then are ``Shard``s, flat and
-    some of them empty; while a unit computes, its modules have whole parameters. Gradients are the
-    mean over ranks, in float32 where the shards are of 16 bits.
+    parameters and buffers of the first one. ``module.parameters()`` then has objects of ``Shard``,
+    flat and some of them empty; while a unit computes, its modules have whole parameters. Gradients
+    are the mean over ranks, in float32 where the shards are of 16 bits.
 
     The optimiser has to treat each element alone, as SGD, Adam and AdamW do, and LARS, Adafactor
     or Muon do not: it sees flat parts. To clip, and to scale a loss, use d2lpar's
