@@ -84,7 +84,7 @@ site: $(INSTALLED)  ## the book as a site, in build/site (D2LPAR_REPOSITORY=http
 
 browser-test: $(INSTALLED)  ## click through the site and JupyterLab, in the system's Chromium
 	@$(PY) -m pip install -qq -c constraints.txt -e ".[site,browser]"
-	@$(PY) -m pytest -q -m browser tests/browser
+	@$(PY) -m pytest -q -m browser --hang-limit=1200 tests/browser
 
 bench: $(INSTALLED)  ## measure ours against torch's: ratios and goals (ONLY="ranks ddp" runs those)
 	@$(PY) tools/bench.py $(ONLY)

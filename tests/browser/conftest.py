@@ -1,6 +1,7 @@
 """A real browser: Chromium, driven by Playwright. `make browser-test` installs what is needed."""
 
 import os
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,7 @@ MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 # Nothing but what the tests ask for: a browser calls its makers as soon as it starts.
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 FLAGS += ["--disable-component-update", "--no-first-run"]
-OWN = "file:", "data:", "blob:", "http://127.0.0.1:", "ws://127.0.0.1:"
+OUTSIDE = re.compile(r"^(?!file:|data:|blob:|(http|ws)://127\.0\.0\.1:)")
 
 
 def executable() -> str | None:
@@ -56,7 +57,7 @@ def page(browser):
         asked.append(route.request.url)
         route.abort()
 
-    context.route(lambda url: not url.startswith(OWN), refuse)
+    context.route(OUTSIDE, refuse)
     context.set_default_timeout(60_000)
     opened = context.new_page()
     opened.on("pageerror", lambda error: errors.append(str(error)))
