@@ -5,18 +5,30 @@ zero bytes, one for the type of the elements, one for the number of dimensions, 
 big-endian uint32, then the elements. The data are those of Xiao, Rasul and Vollgraf,
 "Fashion-MNIST: a novel image dataset for benchmarking machine learning algorithms" (2017).
 Notebook 02 uses this file.
+
+    python -m d2lpar.data --download
+
+fetches the four files into data/, for a module that was installed without the repository. Nothing
+else here asks the network for anything.
 """
 
+import argparse
+import contextlib
 import gzip
 import hashlib
 import math
 import os
 import struct
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import torch
+from tqdm import tqdm
 
 from .devices import as_device, try_gpu
 
@@ -29,9 +41,13 @@ FILES = {
     "t10k-images-idx3": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
+# The address that https://github.com/zalandoresearch/fashion-mnist names. It speaks no https: what
+# vouches for the files are their checksums.
+ADDRESS = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+COMMAND = "python -m d2lpar.data --download"
 WHERE = (
-    "Pass root=, or set D2LPAR_DATA, to a folder that holds the four files: data/ of d2lpar's "
-    "repository, or what is published at https://github.com/zalandoresearch/fashion-mnist"
+    f"Fetch the four files into data/ with {COMMAND}, or pass root=, or set D2LPAR_DATA, to a "
+    "folder that holds them, such as data/ of d2lpar's repository."
 )
 
 
@@ -39,8 +55,9 @@ class DataError(ValueError):
     """A data file is missing or wrong; the message names the file and what to do."""
 
     def __init__(self, path: Path, problem: str, remedy: str = ""):
-        remedy = remedy or "Restore it (git checkout data/) or download it again."
+        remedy = remedy or f"Restore it (git checkout data/) or fetch it again ({COMMAND})."
         super().__init__(f"{path}: {problem}. {remedy}")
+        self.problem = problem
 
 
 def read_idx(path: str | Path, sha256: str | None = None) -> torch.Tensor:
@@ -127,11 +144,15 @@ def load_data_fashion_mnist(
     that of the order, which changes with each pass. The data set lives on ``device``, by default
     the first GPU, else the CPU.
     """
-    root = Path(root or os.environ.get("D2LPAR_DATA") or _find_data()).expanduser()
+    root = _root(root)
     device = try_gpu() if device is None else as_device(device)
     files = [read_idx(root / f"{name}-ubyte.gz", sha256) for name, sha256 in FILES.items()]
     parts = [file.to(device) for file in files]
     return tuple(Minibatches(*part, batch_size, seed) for part in (parts[:2], parts[2:]))
+
+
+def _root(root: str | Path | None) -> Path:
+    return Path(root or os.environ.get("D2LPAR_DATA") or _find_data()).expanduser()
 
 
 def _find_data() -> Path:
@@ -143,3 +164,115 @@ def _find_data() -> Path:
             return folder
     problem = f"it is in none of the folders {', '.join(map(str, folders))}"
     raise DataError(Path(name), problem, WHERE)
+
+
+# Fetching the four files
+
+
+def download(root: str | Path | None = None, address: str = ADDRESS, timeout: float = 30.0) -> Path:
+    """Fetch those of the four files that are missing or wrong, and return their folder.
+
+    ``root`` is None: what D2LPAR_DATA names, else data/ of the working directory. A file takes its
+    place when it is whole and right; until then it is a ``.part``, from which a download that was
+    stopped goes on. ``timeout`` is in seconds without a byte.
+    """
+    if not address.startswith(("http://", "https://")):
+        raise ValueError(f"an address starts with http:// or https://, and this is {address!r}")
+    folder = Path(root or os.environ.get("D2LPAR_DATA") or "data").expanduser()
+    for name, sha256 in FILES.items():
+        path = folder / f"{name}-ubyte.gz"
+        with contextlib.suppress(DataError):
+            read_idx(path, sha256)
+            continue  # it is there, and right
+        _fetch(f"{address.rstrip('/')}/{path.name}", path, sha256, timeout)
+    return folder
+
+
+def _fetch(url: str, path: Path, sha256: str, timeout: float) -> None:
+    """Put a file in its place, by way of its ``.part``."""
+    part = path.with_name(f"{path.name}.part")
+    have = part.stat().st_size if part.exists() else 0
+    with _connect(url, path, have, timeout) as response:
+        if response.status != 206:  # Partial Content. This is the file from its start.
+            have = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(part, "ab" if have else "wb") as file:
+                for block in _blocks(response, url, path, have):
+                    file.write(block)
+        except OSError as error:
+            remedy = f"Make room, or choose a folder: {COMMAND} FOLDER."
+            problem = f"it cannot be written ({error.strerror or error})"
+            raise DataError(part, problem, remedy) from None
+    try:
+        read_idx(part, sha256)
+    except DataError as error:
+        part.unlink()
+        remedy = "Fetch it again; if that does not help, from another network, or another address: "
+        remedy += f"{COMMAND} --from ADDRESS."
+        problem = f"what came from {url} is not that file ({error.problem})"
+        raise DataError(path, problem, remedy) from None
+    os.replace(part, path)
+
+
+def _connect(url: str, path: Path, have: int, timeout: float) -> HTTPResponse:
+    """Ask for a file without its first bytes, which are here already; all of it may come."""
+    wanted = {"Range": f"bytes={have}-"} if have else {}
+    try:
+        return urlopen(Request(url, headers=wanted), timeout=timeout)
+    except HTTPError as error:
+        error.close()
+        if error.code == 416 and have:  # Range Not Satisfiable: no file is so long
+            return _connect(url, path, 0, timeout)
+        remedy = f"Try later, or name an address that has it: {COMMAND} --from ADDRESS."
+        raise DataError(path, f"{url} answers {error.code} ({error.reason})", remedy) from None
+    except (OSError, HTTPException) as error:
+        raise _broken(url, path, getattr(error, "reason", error)) from None
+
+
+def _blocks(response: HTTPResponse, url: str, path: Path, have: int) -> Iterator[bytes]:
+    """Yield what a server sends, piece by piece, and show how far it is."""
+    left = int(response.headers.get("Content-Length", 0))  # 0: it does not say
+    bar = {"desc": path.name, "total": have + left, "initial": have, "disable": None}
+    try:
+        with tqdm(**bar, unit="B", unit_scale=True) as progress:
+            while block := response.read1(2**16):
+                yield block
+                progress.update(len(block))
+                left -= len(block)
+    except (OSError, HTTPException) as error:
+        raise _broken(url, path, error) from None
+    if left > 0:
+        raise _broken(url, path, f"it ended {left} bytes too early")
+
+
+def _broken(url: str, path: Path, reason: object) -> DataError:
+    remedy = (
+        "Check the network (behind a proxy, the variables http_proxy and https_proxy) and fetch "
+    )
+    remedy += "it again: that goes on where this stopped."
+    return DataError(path, f"{url} cannot be read ({reason})", remedy)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check the four files, and with ``--download`` fetch them before that."""
+    parser = argparse.ArgumentParser(prog="python -m d2lpar.data", description=main.__doc__)
+    words = "default: what D2LPAR_DATA names, else data"
+    parser.add_argument("--download", nargs="?", const="", metavar="FOLDER", help=words)
+    parser.add_argument("--from", dest="address", default=ADDRESS, help="default: %(default)s")
+    args = parser.parse_args(argv)
+    try:
+        fetched = args.download is not None and download(args.download, args.address)
+        folder = fetched or _root(None)
+        for name, sha256 in FILES.items():
+            read_idx(folder / f"{name}-ubyte.gz", sha256)
+        print(f"{folder}: the four files are there, and right")
+    except (ValueError, OSError) as error:
+        sys.exit(f"d2lpar.data: {error}")
+    except KeyboardInterrupt:
+        print("\nInterrupted. The same command goes on where this stopped.", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

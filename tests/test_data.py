@@ -1,9 +1,17 @@
 """Data that are not those that were published are refused; minibatches have every example once."""
 
+import contextlib
 import gzip
 import hashlib
 import os
+import signal
+import socket
 import struct
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -66,7 +74,9 @@ def test_each_wrong_content_is_named(tmp_path):
 
 
 def test_a_place_that_is_no_file_is_named(tmp_path):
-    refused(tmp_path / "nothing", "no such file. Pass root=, or set D2LPAR_DATA")
+    refused(
+        tmp_path / "nothing", "no such file. Fetch the four files into data/ with python -m d2lpar"
+    )
     refused(tmp_path, "this is a folder")
     os.mkfifo(tmp_path / "pipe")  # and is not waited for
     refused(tmp_path / "pipe", "no such file")
@@ -124,7 +134,7 @@ def test_where_the_data_are_looked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "__file__", str(installed / "d2lpar" / "data.py"))
     with pytest.raises(DataError) as error:
         load_data_fashion_mnist(16)
-    places = [str(installed / "data"), "data", "../data", "root=", "D2LPAR_DATA", "https:"]
+    places = [str(installed / "data"), "data", "../data", "root=", "D2LPAR_DATA", "--download"]
     assert all(place in str(error.value) for place in places)
     os.symlink(repository, tmp_path / "course" / "data")
     for folder in (notebooks, notebooks.parent):
@@ -167,6 +177,213 @@ def test_odd_numbers_of_examples():
     for batch_size in (0, 2.5):
         with pytest.raises(ValueError, match="batch_size must be a positive int"):
             Minibatches(IMAGES, torch.arange(2), batch_size)
+
+
+# Fetching, from a server on this machine
+
+
+class Server(ThreadingHTTPServer):
+    """Hands out ``files``, by name; ``cut``: so many bytes per answer, after which it hangs up."""
+
+    daemon_threads = True  # one that stalls is not waited for
+
+    def __init__(self, files, ranges=True, cut=None, stalls=False, chunked=False):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files, self.ranges, self.cut, self.chunked = files, ranges, cut, chunked
+        self.asked, self.stalls, self.ends = [], stalls, threading.Event()
+        self.address = f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.ends.set()
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        server, content = self.server, self.server.files.get(self.path[1:])
+        wanted = self.headers.get("Range", "")
+        server.asked.append((self.path[1:], wanted))
+        if content is None:
+            return self.send_error(404)
+        first = int(wanted.removeprefix("bytes=").removesuffix("-") or 0) if server.ranges else 0
+        if wanted and first >= len(content):
+            return self.send_error(416)
+        self.send_response(206 if server.ranges and wanted else 200)
+        if not server.chunked:
+            self.send_header("Content-Length", len(content) - first)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the other side is gone
+            self.wfile.write(content[first:][: server.cut])
+            if server.stalls:
+                server.ends.wait(60)
+
+
+def set_up(monkeypatch):
+    """Let the data set be four small files; return their bytes, by name."""
+    random = torch.Generator().manual_seed(0)
+    tensors = [torch.randint(256, (100, 20, 20), generator=random) for _ in data.FILES]
+    contents = {name: idx(tensor) for name, tensor in zip(data.FILES, tensors, strict=True)}
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    monkeypatch.setattr(data, "FILES", sums)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("D2LPAR_DATA", raising=False)
+    return {f"{name}-ubyte.gz": gzip.compress(content) for name, content in contents.items()}
+
+
+def whole(folder, files):
+    """Whether a folder holds these files, and nothing else."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()} == files
+
+
+def fails(words, *args, **kwargs):
+    with pytest.raises(DataError) as error:
+        data.download(*args, **kwargs)
+    text = str(error.value)
+    assert all(word in text for word in words) and "\n" not in text, text
+
+
+FIRST = "train-images-idx3-ubyte.gz"
+
+
+def test_a_download_fetches_what_is_missing_or_wrong_and_nothing_else(tmp_path, monkeypatch):
+    files = set_up(monkeypatch)
+    monkeypatch.setattr(data, "__file__", str(tmp_path / "installed" / "d2lpar" / "data.py"))
+    monkeypatch.chdir(tmp_path)
+    with Server(files) as server:
+        assert data.download(address=server.address) == Path("data")  # where it is looked for
+        assert whole(tmp_path / "data", files) and data._find_data() == Path("data")
+        assert server.asked == [(name, "") for name in files]
+        server.files = files | {f"mirror/{name}": content for name, content in files.items()}
+        monkeypatch.setenv("D2LPAR_DATA", str(tmp_path / "else" / "where"))
+        data.download(address=f"{server.address}/mirror/")
+        assert whole(tmp_path / "else" / "where", files)
+        *_, other, last = files
+        write(tmp_path / "data" / other, gzip.compress(idx(IMAGES)))  # whole, and not the one
+        (tmp_path / "data" / last).unlink()
+        server.asked.clear()
+        data.download("data", server.address)
+    assert whole(tmp_path / "data", files) and server.asked == [(other, ""), (last, "")]
+    data.download("data", "http://nobody.invalid")  # all is there, and nobody is asked
+
+
+@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "no_ranges"])
+def test_a_download_that_was_cut_goes_on_where_it_stopped(tmp_path, monkeypatch, ranges):
+    files = set_up(monkeypatch)
+    with Server(files, cut=9_000) as server:
+        left = len(files[FIRST]) - 9_000
+        fails(
+            [FIRST, server.address, f"{left} bytes too early", "goes on"], tmp_path, server.address
+        )
+    part = tmp_path / f"{FIRST}.part"
+    assert whole(tmp_path, {part.name: files[FIRST][:9_000]})
+    with Server(files, ranges) as server:
+        data.download(tmp_path, server.address)
+    assert server.asked[0] == (FIRST, "bytes=9000-") and len(server.asked) == 4
+    assert whole(tmp_path, files)
+
+
+def test_a_part_that_is_too_long_starts_again(tmp_path, monkeypatch):
+    files = set_up(monkeypatch)
+    write(tmp_path / f"{FIRST}.part", files[FIRST] + b"and more")
+    with Server(files) as server:
+        data.download(tmp_path, server.address)
+    assert [wanted for _, wanted in server.asked[:2]] == [f"bytes={len(files[FIRST]) + 8}-", ""]
+    assert whole(tmp_path, files)
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "no_length"])
+def test_what_is_not_the_file_never_takes_its_place(tmp_path, monkeypatch, chunked):
+    files = set_up(monkeypatch)
+    old = write(tmp_path / FIRST, b"an old file, and wrong")
+    flipped = bytearray(files[FIRST])
+    flipped[len(flipped) // 2] ^= 1
+    other = gzip.compress(idx(IMAGES))
+    for content, words in (
+        (bytes(flipped), "gzip stream is damaged"),
+        (files[FIRST][:-100], "gzip stream is damaged"),
+        (other, f"SHA-256 of its decompressed bytes is {DIGEST}"),
+        (b"<html>Please log in", "starts with 3c 68 74 6d, where IDX has 00 00 08"),
+    ):
+        with Server({FIRST: content}, chunked=chunked) as server:
+            fails([FIRST, server.address, words, "--from"], tmp_path, server.address)
+        assert whole(tmp_path, {FIRST: old.read_bytes()}) and old.read_bytes().startswith(b"an old")
+
+
+def test_a_server_that_has_nothing_or_says_nothing_is_named(tmp_path, monkeypatch):
+    files = set_up(monkeypatch)
+    with Server({}) as server:
+        words = [FIRST, f"{server.address}/{FIRST} answers 404 (Not Found)", "--from ADDRESS"]
+        fails(words, tmp_path / "new", server.address)
+    assert not (tmp_path / "new").exists()
+    fails([FIRST, server.address, "Connection refused", "proxy"], tmp_path, server.address)
+    with Server(files, cut=9_000, stalls=True) as server:
+        fails([FIRST, "timed out", "goes on"], tmp_path, server.address, timeout=0.3)
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # which never answers
+        address = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        fails([FIRST, "timed out"], tmp_path, address, timeout=0.3)
+    for address in ("ftp://127.0.0.1", str(tmp_path)):
+        with pytest.raises(ValueError, match="starts with http:// or https://"):
+            data.download(tmp_path, address)
+
+
+def test_a_disk_that_is_full_is_named(tmp_path, monkeypatch):
+    files = set_up(monkeypatch)
+    write(tmp_path / "data", b"no folder")
+    with Server(files) as server:
+        words = ["data/", FIRST, "cannot be written (File exists)", "--download FOLDER"]
+        fails(words, tmp_path / "data", server.address)
+        if os.path.exists("/dev/full"):
+            os.symlink("/dev/full", tmp_path / f"{FIRST}.part")
+            fails(["cannot be written (No space left", "Make room"], tmp_path, server.address)
+    assert not (tmp_path / FIRST).exists()
+
+
+def test_the_command_fetches_checks_and_can_be_interrupted(tmp_path):
+    """In a process of its own, with the real files; and Python has nothing to warn of."""
+    repository = Path(data.__file__).parents[1]
+    files = {path.name: path.read_bytes() for path in (repository / "data").glob("*.gz")}
+    environment = {k: v for k, v in os.environ.items() if k != "D2LPAR_DATA"}
+    environment |= {"PYTHONPATH": str(repository), "no_proxy": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+
+    def command(*options):
+        words = [sys.executable, "-W", "error", "-m", "d2lpar.data", *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes)
+
+    with Server(files, cut=10**6, stalls=True) as server:
+        process = command("--download", "--from", server.address)
+        part, until = tmp_path / "data" / f"{FIRST}.part", time.monotonic() + 100
+        while not (part.exists() and part.stat().st_size > 900_000):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        said, warned = process.communicate(timeout=100)
+    assert (process.returncode, said) == (130, "") and "goes on where this stopped" in warned
+    assert "Traceback" not in warned
+    with Server(files) as server:
+        said, warned = command("--download", "--from", server.address).communicate(timeout=100)
+    assert (said, warned) == ("data: the four files are there, and right\n", "")
+    assert server.asked[0][1].startswith("bytes=") and whole(tmp_path / "data", files)
+
+
+def test_the_command_without_an_option_asks_nobody(tmp_path, monkeypatch, capsys):
+    set_up(monkeypatch)
+    monkeypatch.setattr(data, "download", None)
+    monkeypatch.setenv("D2LPAR_DATA", str(tmp_path))
+    with pytest.raises(SystemExit) as stopped:
+        data.main([])
+    words = (
+        f"d2lpar.data: {tmp_path / FIRST}: there is no such file. Fetch the four files into data/"
+    )
+    assert stopped.value.code.startswith(words) and capsys.readouterr().out == ""
 
 
 @pytest.mark.gpu

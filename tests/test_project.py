@@ -124,12 +124,6 @@ def test_versions_are_the_same_everywhere():
     assert SpecifierSet(PROJECT["requires-python"]).contains(python.removeprefix("python="))
 
 
-def test_a_wheel_holds_every_folder_of_the_module_and_says_that_it_is_typed():
-    setuptools = PYPROJECT["tool"]["setuptools"]
-    assert setuptools["packages"]["find"]["include"] == ["d2lpar*"]
-    assert setuptools["package-data"]["d2lpar"] == ["py.typed"] and (PACKAGE / "py.typed").exists()
-
-
 # The README and the commands that it shows
 
 
@@ -178,7 +172,7 @@ def test_readme_is_short_shows_only_commands_that_exist_and_maps_rooms_and_noteb
 
 def test_links_of_the_pages_lead_somewhere_and_their_commands_exist():
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.M))
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         text = page.read_text(encoding="utf-8")
         for link in re.findall(r"\]\(((?!https?:|#)[^)\s]+)\)", text):
             assert (page.parent / link.partition("#")[0]).exists(), (page.name, link)
