@@ -188,8 +188,10 @@ class Messages(Transport):
             landing = part if into is take else self._beside(i, part)
             arriving += [(dist.irecv, piece, src) for piece in cut(landing)]
             uses += [(place, into) for place in cut(part)]
-        works = self._post(leaving + arriving)
-        sent, received = works[: len(leaving)], works[len(leaving) :]
+        # Receives first: gloo asks for each message, and behind our data the question would wait.
+        # On a slow link, two that exchange tensors would then send one after the other.
+        works = self._post(arriving + leaving)
+        received, sent = works[: len(arriving)], works[len(arriving) :]
         sending = defaultdict(list)  # the address of a piece: its works
         for (_, piece, _), work in zip(leaving, sent, strict=True):
             sending[piece.data_ptr()].append(work)
