@@ -19,7 +19,7 @@ notebooks refresh lab live bench: export MALLOC_MMAP_THRESHOLD_ := 33554432
 notebooks refresh lab live bench: export MALLOC_TRIM_THRESHOLD_ := 1073741824
 
 .PHONY: help notebooks refresh lab test test-everywhere live mutants size lint format saved-cells bench clean
-.PHONY: exercises answers course course-trial site browser-test
+.PHONY: exercises answers course course-trial site browser-test soak
 .NOTPARALLEL:
 
 help:  ## this list
@@ -85,6 +85,9 @@ site: $(INSTALLED)  ## the book as a site, in build/site (D2LPAR_REPOSITORY=http
 browser-test: $(INSTALLED)  ## click through the site and JupyterLab, in the system's Chromium
 	@$(PY) -m pip install -qq -c constraints.txt -e ".[site,browser]"
 	@$(PY) -m pytest -q -m browser --hang-limit=1200 tests/browser
+
+soak: $(INSTALLED)  ## kill training at random moments: each run must end as if undisturbed (N=100)
+	@$(PY) tools/soak.py $(or $(N),10)
 
 bench: $(INSTALLED)  ## measure ours against torch's: ratios and goals (ONLY="ranks ddp" runs those)
 	@$(PY) tools/bench.py $(ONLY)

@@ -7,7 +7,7 @@ and each of the names below, is loaded when it is first used.
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+__version__ = "2.0.0"
 
 # Where a name of d2lpar lives. Those of __all__ come first, then names of the first edition.
 _NAMES = (

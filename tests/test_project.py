@@ -110,6 +110,7 @@ def test_constraints_pin_what_pyproject_lists_and_nothing_else():
 
 def test_versions_are_the_same_everywhere():
     version = re.search(r'^__version__ = "([\d.]+)"$', read("d2lpar/__init__.py"), flags=re.M)[1]
+    assert re.search(r"^## ([\d.]+)", read("CHANGELOG.md"), flags=re.M)[1] == version
     assert "version" in PROJECT["dynamic"] and f"\nversion: {version}\n" in read("CITATION.cff")
     assert PYPROJECT["tool"]["ruff"]["target-version"] == "py" + LOWEST.replace(".", "")
     assert f"version_info < ({LOWEST.replace('.', ', ')})" in read("Makefile")

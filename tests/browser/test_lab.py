@@ -249,8 +249,13 @@ def test_the_check_of_an_exercise_says_done_once_it_is_solved(page, lab):
 
 
 def run_cell(page, cell):
-    cell.locator(".cm-content").click()
-    before = cell.locator(".jp-InputPrompt").inner_text()
-    page.keyboard.press("Shift+Enter")
+    """Run a cell, and wait for its end; again if JupyterLab was not ready for it."""
     prompt = cell.locator(".jp-InputPrompt")
+    before = prompt.inner_text()
+    for _ in range(5):
+        cell.locator(".cm-content").click()
+        page.keyboard.press("Shift+Enter")
+        page.wait_for_timeout(3000)
+        if prompt.inner_text() != before:
+            break
     wait_until(page, lambda: re.match(r"\[\d+\]", now := prompt.inner_text()) and now != before, 60)
