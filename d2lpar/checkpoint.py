@@ -13,8 +13,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import stat
 import uuid
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +53,9 @@ def save_checkpoint(
     """Save tensors, and information about them, as one file in place of the one that was there.
 
     Once this returns, the checkpoint is on the disk. A process that is killed before leaves the old
-    file or the new one whole, and perhaps beside it a ``<name>.<32 hex digits>.tmp``, which can be
-    deleted. A save that raises leaves no such file. Of several saves at once, one wins.
+    file or the new one whole, and perhaps beside it a ``<name>.<32 hex digits>.tmp``, which
+    ``remove_unfinished`` deletes. A save that raises leaves none. Of several saves at once, one
+    wins.
 
     The folder of ``path`` exists; a symbolic link stays, and its target is replaced. Tensors are
     dense, on any device; two that share memory, such as tied weights, are two when loaded. ``info``
@@ -93,6 +96,20 @@ def load_checkpoint(
     return {name: tensor.to(device) for name, tensor in tensors.items()}, json.loads(text)
 
 
+def remove_unfinished(path: str | Path) -> None:
+    """Delete what killed saves have left beside a checkpoint; call it while nobody saves it."""
+    target = Path(os.path.realpath(path))
+    pattern = re.compile(re.escape(_beginning(target)) + r"[0-9a-f]{24}\.tmp")
+    for other in target.parent.iterdir():
+        if pattern.fullmatch(other.name):
+            other.unlink(missing_ok=True)
+
+
+def _beginning(target: Path) -> str:
+    """Return how the names of temporary files begin: also of long names, each has its own."""
+    return f"{target.name[:50]}.{zlib.crc32(os.fsencode(target.name)):08x}"
+
+
 def _digest(tensors: dict[str, torch.Tensor], text: str) -> str:
     """Return the SHA-256 of the text, and of the names, dtypes, shapes and bytes of the tensors."""
     named = sorted(tensors.items())
@@ -106,7 +123,7 @@ def _digest(tensors: dict[str, torch.Tensor], text: str) -> str:
 def _replace(path: str | Path, content: bytes) -> None:
     """Let this be the content of the file, in one step that happens wholly or not at all."""
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f"{target.name[:50]}.{uuid.uuid4().hex}.tmp")
+    temporary = target.with_name(f"{_beginning(target)}{uuid.uuid4().hex[:24]}.tmp")
     try:
         if target.exists() and not target.is_file():
             raise OSError("it is a folder or a device")

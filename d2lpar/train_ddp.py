@@ -1,14 +1,15 @@
 """LeNet on Fashion-MNIST on several processes, which torchrun starts.
 
     torchrun --nproc_per_node=2 -m d2lpar.train_ddp --epochs 10
+    d2lpar-train --epochs 10                                            # one process
 
 Every process is a rank with its own replica, and reads its own share of each batch: together they
 take the steps of one process. A checkpoint is written after each epoch, and more often with
 ``--every``. ``--resume`` goes on from it, in the middle of an epoch too, and ends with the weights
-of a run that was never stopped, bit for bit. ``--resume-if-there`` starts from the beginning where
-there is none. With it, torchrun's ``--max-restarts`` survives a killed process, also on several
-machines that are started with ``--node-rank`` (not with ``--rdzv-backend=c10d``, where each counts
-restarts for itself). Notebook 08 runs this file.
+of a run that was never stopped, bit for bit. With another number of ranks it takes the same steps,
+and rounds differently. ``--resume-if-there`` starts from the beginning where there is none. With
+it, torchrun's ``--max-restarts`` survives a killed process, also on several machines, and a run
+under ``--nnodes=1:4`` goes on when machines leave or join. Notebook 08 runs this file.
 """
 
 import argparse
@@ -16,7 +17,9 @@ import json
 import math
 import os
 import sys
+import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -29,15 +32,21 @@ from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from . import ranks
-from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from .data import Minibatches, load_data_fashion_mnist
+from .checkpoint import CheckpointError, load_checkpoint, remove_unfinished, save_checkpoint
+from .data import DataError, Minibatches, load_data_fashion_mnist
 from .data_parallel.ddp import DistributedDataParallel
 from .data_parallel.sampler import DistributedSampler
 from .models import lenet_layers
 from .network import loss, sgd
+from .ranks.transport import name_ranks
 
 HOW = "start it with torchrun: torchrun --nproc_per_node=2 -m d2lpar.train_ddp"
+# What stands for torchrun's variables where none of them is set: one process, on its own
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "none", "MASTER_PORT": "none"}
 NEWS = 2**16  # bytes of what rank 0 tells the others when it resumes, filled up with spaces
+LOOK = 0.2  # seconds after which a rank looks whether torchrun is still there
+STORE = 30.0  # seconds at most to reach torchrun's store, which is there before the ranks are
 
 
 class Progress(NamedTuple):
@@ -50,8 +59,7 @@ class Progress(NamedTuple):
 
 def place(environment: Mapping[str, str]) -> tuple[int, ...]:
     """Return what torchrun has set: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE."""
-    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-    missing = [n for n in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(n)]
+    names, missing = list(ALONE)[:4], [name for name in ALONE if not environment.get(name)]
     if missing:
         raise ValueError(f"not set: {', '.join(missing)}; {HOW}")
     rank, local_rank, size, local_size = here = tuple(int(environment[name]) for name in names)
@@ -113,6 +121,8 @@ def train_epochs(args: argparse.Namespace, device: torch.device) -> nn.Module:
     images, labels = train_iter.images[: args.examples], train_iter.labels[: args.examples]
     train_iter = Minibatches(images, labels, args.batch_size)
     network = lenet_layers(generator=torch.Generator().manual_seed(args.seed)).to(device)
+    if dist.get_rank() == 0:
+        remove_unfinished(args.checkpoint)
     resumes = args.resume or args.resume_if_there
     progress = resume(args, network) if resumes else Progress(0, 0, 0.0)
     model = DistributedDataParallel(network, weight="rows")
@@ -207,22 +217,61 @@ def _load(args: argparse.Namespace, network: nn.Module) -> dict:
         raise ValueError(f"--epochs is {args.epochs}, and it is at epoch {epoch}, batch {batch}")
     if epoch == args.epochs:
         print(f"{args.checkpoint}: all {args.epochs} epochs are done, nothing is left", flush=True)
-    losses = tensors.pop("losses")
+    losses, world_size = tensors.pop("losses").tolist(), dist.get_world_size()
     network.load_state_dict(tensors)
-    return {"epoch": epoch, "batch": batch, "losses": losses.tolist()}
+    if len(losses) != world_size:
+        change = f"its run had {len(losses)} ranks, this one has {world_size}"
+        print(f"{args.checkpoint}: {change}: the same steps, rounded differently", flush=True)
+        losses = [sum(losses)] + [0.0] * (world_size - 1)
+    return {"epoch": epoch, "batch": batch, "losses": losses}
 
 
 def _identity(args: argparse.Namespace) -> dict:
     """Return what must be the same for a run to go on as it was."""
-    own = {name: getattr(args, name) for name in ("batch_size", "lr", "seed", "examples")}
-    return {**own, "world_size": dist.get_world_size()}
+    return {name: getattr(args, name) for name in ("batch_size", "lr", "seed", "examples")}
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent is gone: a killed torchrun leaves its ranks running."""
+    while os.getppid() == parent:
+        time.sleep(LOOK)
+    print("d2lpar.train_ddp: torchrun is gone, so this rank ends", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def meet(store: dist.Store, rank: int, world_size: int, seconds: float) -> dist.Store:
+    """Return a part of the store that no earlier attempt has used: rank 0 gives it a name.
+
+    torchrun's store outlives a restart, with the addresses of the processes that are gone, and the
+    torchruns of several machines do not count the same restarts. So each rank asks with a new word,
+    which no earlier rank 0 can have answered.
+    """
+    word = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"question of rank {rank}", word)
+        store.add(f"rank {rank} has asked", 1)
+        name = store.get(f"answer of rank 0 to {word}").decode()
+        store.add(f"rank {rank} is in {name}", 1)
+        return dist.PrefixStore(name, store)
+    deadline, missing = time.monotonic() + seconds, list(range(1, world_size))
+    while missing:
+        for other in missing:
+            if store.add(f"rank {other} has asked", 0):  # adding 0 looks without waiting
+                question = store.get(f"question of rank {other}").decode()
+                store.set(f"answer of rank 0 to {question}", word)
+        missing = [other for other in missing if not store.add(f"rank {other} is in {word}", 0)]
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(f"{name_ranks(missing)} did not come within {seconds:g} s")
+        time.sleep(0.01)
+    return dist.PrefixStore(word, store)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Join the other processes, train, and leave."""
+    """Join the other processes, if there are any, train, and leave."""
     args = arguments(argv)
+    alone = not any(os.environ.get(name) for name in ALONE)
     try:
-        rank, local_rank, _, local_world_size = place(os.environ)
+        rank, local_rank, _, local_world_size = place(ALONE if alone else os.environ)
         device = device_of(local_rank, local_world_size, args.gpus)
         folder = Path(args.checkpoint).resolve().parent
         if rank == 0 and not folder.is_dir():
@@ -233,13 +282,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=args.timeout)
-    store, rank, world_size = next(rendezvous("env://", timeout=limit))
-    # A store that outlives a restart holds the addresses of the processes that are gone.
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    if alone:
+        print(f"one process; for more, {HOW}", flush=True)
+        store, rank, world_size = dist.HashStore(), 0, 1
+        # No port beyond this machine: gloo listens even where there is nobody to talk to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    else:
+        if dist.is_torchelastic_launched():
+            threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+        is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        soon = min(limit, timedelta(seconds=STORE))
+        store, rank, world_size = next(rendezvous("env://", timeout=soon if is_there else limit))
+        store.set_timeout(limit)
+        store = meet(store, rank, world_size, args.timeout)
     dist.init_process_group(backend, None, limit, world_size, rank, store)
     try:
         ranks.use_messages(timeout=args.timeout)
         train_epochs(args, device)
+    except DataError as error:  # for a reader who has just installed this
+        sys.exit(f"d2lpar.train_ddp: {error}")
     finally:
         dist.destroy_process_group()
 

@@ -9,13 +9,19 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
 import torch
 
-from d2lpar.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from d2lpar.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    remove_unfinished,
+    save_checkpoint,
+)
 
 DTYPES = [torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES += [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -174,6 +180,29 @@ def test_a_save_that_fails_midway_changes_nothing(path, monkeypatch, failing, er
         patch.setattr(os, failing, Mock(side_effect=error))
         save_checkpoint(path, {"w": torch.ones(9)}, {"step": 4})
     assert checks_out(path, SMALL, INFO) and names(path.parent) == ["x"]
+
+
+def test_what_killed_saves_have_left_is_deleted_and_nothing_else(path, monkeypatch):
+    folder, link = path.parent, path.parent / "latest"
+    link.symlink_to("x")
+    others = [folder / ("long" * 50 + str(i)) for i in (1, 2)]  # longer than what is kept of names
+    with monkeypatch.context() as patch:  # nothing is renamed, and nothing is deleted
+        for where, name in ((os, "replace"), (Path, "unlink")):
+            patch.setattr(where, name, Mock(side_effect=OSError))
+        for target in (path, path, *others):
+            with pytest.raises(CheckpointError):
+                save_checkpoint(target, {})
+    kept = {"x", "latest", "x.tmp", "x.y.tmp", f"x.{'0' * 31}.tmp", f"xx.{'0' * 32}.tmp"}
+    for name in kept - {"x", "latest"}:
+        (folder / name).touch()
+    left = set(names(folder)) - kept
+    assert len(left) == 4 and all(re.fullmatch(r".*\.[0-9a-f]{32}\.tmp", name) for name in left)
+    remove_unfinished(link)
+    assert set(names(folder)) == kept | (left := {name for name in left if name[0] == "l"})
+    remove_unfinished(others[0])
+    assert len(set(names(folder)) & left) == 1
+    remove_unfinished(others[1])
+    assert set(names(folder)) == kept and checks_out(path, SMALL, INFO)
 
 
 def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_return(

@@ -5,11 +5,15 @@ import re
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import distance
 
 from d2lpar import launch, load_data_fashion_mnist
@@ -17,7 +21,7 @@ from d2lpar.checkpoint import load_checkpoint, save_checkpoint
 from d2lpar.data import Minibatches
 from d2lpar.models import lenet_layers
 from d2lpar.network import loss
-from d2lpar.train_ddp import arguments, device_of, main, place
+from d2lpar.train_ddp import arguments, device_of, main, meet, place
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
@@ -61,6 +65,49 @@ def test_a_wrong_start_ends_with_one_line(monkeypatch, capsys):
         text = stopped.value.code
         assert text.startswith("d2lpar.train_ddp: ") and words in text and "\n" not in text
         monkeypatch.delenv("RANK", raising=False)
+
+
+def test_ranks_meet_where_no_earlier_attempt_has_been():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+
+    def attempt(address, late):
+        def rank(i):
+            time.sleep(0.1 * (i == late))
+            part = meet(store, i, 3, 20)
+            if i == 0:
+                part.set("address", address)
+            return part.get("address").decode()
+
+        with ThreadPoolExecutor(3) as threads:
+            return list(threads.map(rank, range(3)))
+
+    for late in range(3):  # who finds what the others, and the attempts before, have left
+        assert attempt(f"of attempt {late}", late) == [f"of attempt {late}"] * 3
+    with pytest.raises(TimeoutError, match=r"^ranks 1, 2 did not come within 0\.1 s$"):
+        meet(store, 0, 3, 0.1)
+    with ThreadPoolExecutor(1) as threads:  # one that has asked, and died
+        store.set_timeout(timedelta(seconds=0.1))
+        with pytest.raises(RuntimeError, match="imeout"):
+            threads.submit(meet, store, 1, 3, 20).result()
+    store.set_timeout(timedelta(seconds=20))
+    assert attempt("of the last", late=1) == ["of the last"] * 3
+
+
+def test_started_by_nobody_it_is_one_process_and_says_how_to_have_more(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k not in HERE}
+    command = [sys.executable, "-m", "d2lpar.train_ddp", "--epochs=1", "--examples=300"]
+    command += [f"--checkpoint={tmp_path / 'net'}"]
+    options = {"capture_output": True, "text": True, "timeout": 100, "cwd": ROOT}
+    done = subprocess.run(command, env=environment, **options)
+    first, last = done.stdout.splitlines()
+    assert first.startswith("one process; for more, start it with torchrun: torchrun --nproc")
+    assert last.startswith("epoch  1/1: loss") and (tmp_path / "net").exists()
+    environment["D2LPAR_DATA"] = str(tmp_path)
+    done = subprocess.run(command, env=environment, **options)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    words = "d2lpar.train_ddp: .*: there is no such file. Fetch the four files into data/ with "
+    assert re.search(words, done.stderr)
 
 
 # Training
@@ -176,6 +223,23 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(small, tmp_path, capsys)
     assert reports() == [epoch_1, epoch_2] * 2 + [epoch_2] * 2
 
 
+def test_a_run_goes_on_with_another_number_of_ranks(small, tmp_path, capsys):
+    options = "--examples=301", "--batch-size=60", "--epochs=2", "--lr=0.5", "--seed=3"
+    command = f"--checkpoint={tmp_path / 'net'}", *options, "--every=2", "--resume-if-there"
+    for world_size in (2, 3):  # each is stopped in the middle of the first epoch
+        outcomes = run(world_size, small, command, stops=[1], dtype=torch.float64)
+        assert outcomes == [["KeyboardInterrupt: "]] * world_size
+    [[params]] = run(1, small, command, dtype=torch.float64)
+    expected, last = one_process(small, 301, 60, 0.5, epochs=2, seed=3)
+    _, first = one_process(small, 301, 60, 0.5, epochs=1, seed=3)
+    assert distance(params, expected) < 1e-12
+    out = capsys.readouterr().out
+    assert last in out and first.replace("1/1", "1/2") in out  # the losses before and after count
+    for before, now in ((2, 3), (3, 1)):
+        words = f"its run had {before} ranks, this one has {now}: the same steps, rounded different"
+        assert out.count(words) == 1
+
+
 def test_what_cannot_be_resumed_is_named_on_every_rank(small, tmp_path):
     options = "--examples=64", "--batch-size=32", "--epochs=1"
     run(2, small, (f"--checkpoint={tmp_path / 'net'}", *options))
@@ -237,13 +301,16 @@ def test_torchrun_trains_saves_and_resumes(small, tmp_path):
 
 
 def test_a_restart_of_torchrun_under_a_fixed_port_goes_on_from_the_checkpoint(small, tmp_path):
-    """The store under a fixed port outlives the restart, and with it the addresses of the dead."""
+    """The store under a fixed port outlives the restart, and with it the addresses of the dead.
+
+    The torchruns of several machines do not count the same restarts, so a count does not help.
+    """
     script, path, other = (tmp_path / name for name in ("script.py", "net", "other"))
     script.write_text("""if True:
         import os, signal, time
         from d2lpar import train_ddp
 
-        attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+        attempt, rank = os.environ.pop("TORCHELASTIC_RESTART_COUNT"), os.environ["RANK"]
 
         def save_and_die(args, network, progress):
             save(args, network, progress)
