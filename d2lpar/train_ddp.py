@@ -6,10 +6,11 @@
 Every process is a rank with its own replica, and reads its own share of each batch: together they
 take the steps of one process. A checkpoint is written after each epoch, and more often with
 ``--every``. ``--resume`` goes on from it, in the middle of an epoch too, and ends with the weights
-of a run that was never stopped, bit for bit. With another number of ranks it takes the same steps,
-and rounds differently. ``--resume-if-there`` starts from the beginning where there is none. With
-it, torchrun's ``--max-restarts`` survives a killed process, also on several machines, and a run
-under ``--nnodes=1:4`` goes on when machines leave or join. Notebook 08 runs this file.
+of a run that was never stopped, bit for bit. With another number of ranks, which must divide the
+batch size, it takes the same steps, and rounds differently. ``--resume-if-there`` starts from the
+beginning where there is none. With it, torchrun's ``--max-restarts`` survives a killed process,
+also on several machines, and a run under ``--nnodes=1:4`` goes on when machines leave or join.
+Notebook 08 runs this file.
 """
 
 import argparse
@@ -183,8 +184,8 @@ def save(args: argparse.Namespace, network: nn.Module, progress: Progress) -> No
 def resume(args: argparse.Namespace, network: nn.Module) -> Progress:
     """Load the checkpoint on rank 0, and return each rank's progress; errors are those of rank 0.
 
-    Only rank 0 needs the file, so the machines need not share a disk. The others get its parameters
-    from ``DistributedDataParallel``.
+    Only rank 0 needs the file, so machines need not share a disk unless rank 0 moves between them.
+    The others get its parameters from ``DistributedDataParallel``.
     """
     news = {}
     if dist.get_rank() == 0:

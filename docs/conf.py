@@ -30,7 +30,7 @@ pygments_style = "a11y-high-contrast-light"
 
 html_theme = "sphinx_book_theme"
 html_title = "d2lpar"
-html_static_path = ["_static"]
+html_static_path = ["_static", "ring.svg"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 html_favicon = "_static/icon.svg"

@@ -12,6 +12,7 @@ from pathlib import Path
 import exercises
 import pytest
 import size
+import website
 import yaml  # jupyter brings it
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -169,6 +170,9 @@ def test_readme_is_short_shows_only_commands_that_exist_and_maps_rooms_and_noteb
     assert rows == list(dict.fromkeys(room for room, _ in HOUSE if room))
     named = set(re.findall(r"\b\d\d_\w+\.ipynb", text))
     assert sorted(named) == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+    times = re.findall(r"^\| \[(\w+)\.ipynb\].*\| (\d+ min) \|$", text, flags=re.M)
+    chapters = website.chapters(ROOT / "notebooks")
+    assert times == [(chapter["name"], chapter["time"]) for chapter in chapters]
 
 
 def test_links_of_the_pages_lead_somewhere_and_their_commands_exist():

@@ -131,6 +131,8 @@ def differences() -> list[Path]:
 def write() -> None:
     """Make ``differences`` empty, and name the files that change."""
     texts = expected()
+    if not texts:
+        sys.exit(f"There are no masters in {MASTERS}: students' notebooks are made from them.")
     for path in differences():
         if path in texts:
             path.parent.mkdir(exist_ok=True)

@@ -159,6 +159,21 @@ def chapter_list(found: list[dict[str, str]]) -> str:
     return "\n".join(entries)
 
 
+PLAYERS = {
+    "03_allreduce": "[Step through the schedules](../docs/schedules.md) of this chapter: the page "
+    "plays them, and needs no installation.",
+    "09_pipeline_schedules": "[Watch the schedules](../docs/pipelines.md) of this chapter at work: "
+    "the page plays them, and needs no installation.",
+}
+
+
+def add_player(path: Path, sentence: str) -> None:
+    """Let a chapter of the site lead to the page that plays what it builds."""
+    nb = nbformat.read(path, as_version=4)
+    nb.cells[0].source += f"\n\n{sentence}"
+    nbformat.write(nb, path)
+
+
 EXERCISES = """\
 # Exercises
 
@@ -182,6 +197,8 @@ def assemble(pages: Path = PAGES) -> None:
     shutil.copytree(ROOT / "docs", pages / "docs", ignore=ignored)
     shutil.copytree(ROOT / "notebooks", pages / "notebooks", ignore=ignored)
     (pages / "notebooks" / "exercises" / "index.md").write_text(EXERCISES, encoding="utf-8")
+    for name, sentence in PLAYERS.items():
+        add_player(pages / "notebooks" / f"{name}.ipynb", sentence)
     write_module_pages(pages / "module")
     for name, data in (("schedules", exported_schedules()), ("pipelines", exported_pipelines())):
         text = json.dumps(data, separators=(",", ":"))
