@@ -50,18 +50,14 @@ def lab(tmp_path_factory):
     try:
         yield address(server, home, folder), folder
     finally:
-        server.send_signal(signal.SIGINT)
-        server.send_signal(signal.SIGINT)
-        children = (
-            psutil.Process(server.pid).children(recursive=True) if server.poll() is None else []
-        )
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-        for child in children:
-            if child.is_running():
-                child.kill()
+        started = psutil.Process(server.pid).children(recursive=True)
+        for _ in range(2):  # the second answers "yes" to the question of the first
+            server.send_signal(signal.SIGINT)
+        # Those that clean up after a kernel end by themselves.
+        _, left = psutil.wait_procs([psutil.Process(server.pid), *started], timeout=30)
+        for process in left:
+            process.kill()
+        server.wait()
 
 
 def address(server, home, folder):
