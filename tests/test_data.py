@@ -356,7 +356,12 @@ def test_the_command_fetches_checks_and_can_be_interrupted(tmp_path):
     def command(*options):
         words = [sys.executable, "-W", "error", "-m", "d2lpar.data", *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes)
+        # What a shell starts in the background inherits that an interrupt is ignored.
+        inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes)
+        finally:
+            signal.signal(signal.SIGINT, inherited)
 
     with Server(files, cut=10**6, stalls=True) as server:
         process = command("--download", "--from", server.address)
@@ -366,7 +371,8 @@ def test_the_command_fetches_checks_and_can_be_interrupted(tmp_path):
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         said, warned = process.communicate(timeout=100)
-    assert (process.returncode, said) == (130, "") and "goes on where this stopped" in warned
+    assert (process.returncode, said) == (130, ""), warned
+    assert "goes on where this stopped" in warned
     assert "Traceback" not in warned
     with Server(files) as server:
         said, warned = command("--download", "--from", server.address).communicate(timeout=100)

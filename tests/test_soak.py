@@ -58,6 +58,6 @@ def test_what_is_wrong_is_told(usual, monkeypatch, capsys):
     good = soak.soak(plans, lambda p, *_: ("epoch 1 batch 3", found[p.seed]), SMALL, "are good")
     first, second, last = capsys.readouterr().out.splitlines()
     assert not good and last.startswith("1 of 2 are good, in 0.0 min")
-    assert " ".join(first.split()) == "1 seed 7 lanes rank 1 epoch 1 batch 3 same"
+    assert " ".join(first.split()) == "1 seed 7 lanes rank 1 epoch 1 batch 3 good"
     words = "2 seed 8 lanes rank 1 epoch 1 batch 3 process 1 is left; different"
     assert " ".join(second.split()) == words

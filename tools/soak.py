@@ -218,7 +218,7 @@ def soak(plans: list[Plan], attempt: Callable, size: Size, aim: str) -> bool:
             moment, complaints = "", [str(error)]
         good += not complaints
         names = f"{plan.way:8} {plan.victim:11} {moment:36}"
-        print(f"{i:3} seed {plan.seed} {names}", "; ".join(complaints) or "same", flush=True)
+        print(f"{i:3} seed {plan.seed} {names}", "; ".join(complaints) or "good", flush=True)
     print(f"{good} of {len(plans)} {aim}, in {(time.monotonic() - begin) / 60:.1f} min")
     return good == len(plans)
 
