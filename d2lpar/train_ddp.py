@@ -18,18 +18,14 @@ import json
 import math
 import os
 import sys
-import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from . import ranks
@@ -39,15 +35,10 @@ from .data_parallel.ddp import DistributedDataParallel
 from .data_parallel.sampler import DistributedSampler
 from .models import lenet_layers
 from .network import loss, sgd
-from .ranks.transport import name_ranks
+from .ranks.torchrun import is_alone, place, process_group
 
 HOW = "start it with torchrun: torchrun --nproc_per_node=2 -m d2lpar.train_ddp"
-# What stands for torchrun's variables where none of them is set: one process, on its own
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-ALONE |= {"MASTER_ADDR": "none", "MASTER_PORT": "none"}
 NEWS = 2**16  # bytes of what rank 0 tells the others when it resumes, filled up with spaces
-LOOK = 0.2  # seconds after which a rank looks whether torchrun is still there
-STORE = 30.0  # seconds at most to reach torchrun's store, which is there before the ranks are
 
 
 class Progress(NamedTuple):
@@ -56,18 +47,6 @@ class Progress(NamedTuple):
     epoch: int
     batch: int
     loss: float  # sum over this rank's examples of the epoch that is under way
-
-
-def place(environment: Mapping[str, str]) -> tuple[int, ...]:
-    """Return what torchrun has set: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE."""
-    names, missing = list(ALONE)[:4], [name for name in ALONE if not environment.get(name)]
-    if missing:
-        raise ValueError(f"not set: {', '.join(missing)}; {HOW}")
-    rank, local_rank, size, local_size = here = tuple(int(environment[name]) for name in names)
-    if not (0 <= local_rank <= rank < size and local_rank < local_size <= size):
-        given = ", ".join(f"{name}={environment[name]}" for name in names)
-        raise ValueError(f"these contradict each other: {given}; {HOW}")
-    return here
 
 
 def device_of(local_rank: int, local_world_size: int, gpus: str | None) -> torch.device:
@@ -232,78 +211,26 @@ def _identity(args: argparse.Namespace) -> dict:
     return {name: getattr(args, name) for name in ("batch_size", "lr", "seed", "examples")}
 
 
-def end_with(parent: int) -> None:
-    """End this process when its parent is gone: a killed torchrun leaves its ranks running."""
-    while os.getppid() == parent:
-        time.sleep(LOOK)
-    print("d2lpar.train_ddp: torchrun is gone, so this rank ends", file=sys.stderr, flush=True)
-    os._exit(1)
-
-
-def meet(store: dist.Store, rank: int, world_size: int, seconds: float) -> dist.Store:
-    """Return a part of the store that no earlier attempt has used: rank 0 gives it a name.
-
-    torchrun's store outlives a restart, with the addresses of the processes that are gone, and the
-    torchruns of several machines do not count the same restarts. So each rank asks with a new word,
-    which no earlier rank 0 can have answered.
-    """
-    word = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"question of rank {rank}", word)
-        store.add(f"rank {rank} has asked", 1)
-        name = store.get(f"answer of rank 0 to {word}").decode()
-        store.add(f"rank {rank} is in {name}", 1)
-        return dist.PrefixStore(name, store)
-    deadline, missing = time.monotonic() + seconds, list(range(1, world_size))
-    while missing:
-        for other in missing:
-            if store.add(f"rank {other} has asked", 0):  # adding 0 looks without waiting
-                question = store.get(f"question of rank {other}").decode()
-                store.set(f"answer of rank 0 to {question}", word)
-        missing = [other for other in missing if not store.add(f"rank {other} is in {word}", 0)]
-        if missing and time.monotonic() > deadline:
-            raise TimeoutError(f"{name_ranks(missing)} did not come within {seconds:g} s")
-        time.sleep(0.01)
-    return dist.PrefixStore(word, store)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Join the other processes, if there are any, train, and leave."""
     args = arguments(argv)
-    alone = not any(os.environ.get(name) for name in ALONE)
     try:
-        rank, local_rank, _, local_world_size = place(ALONE if alone else os.environ)
-        device = device_of(local_rank, local_world_size, args.gpus)
+        here = place(os.environ)
+        device = device_of(here.local_rank, here.local_world_size, args.gpus)
         folder = Path(args.checkpoint).resolve().parent
-        if rank == 0 and not folder.is_dir():
+        if here.rank == 0 and not folder.is_dir():
             raise ValueError(f"--checkpoint {args.checkpoint}: there is no folder {folder}")
     except ValueError as error:
         sys.exit(f"d2lpar.train_ddp: {error}")
+    if is_alone(os.environ):
+        print(f"one process; for more, {HOW}", flush=True)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    limit = timedelta(seconds=args.timeout)
-    if alone:
-        print(f"one process; for more, {HOW}", flush=True)
-        store, rank, world_size = dist.HashStore(), 0, 1
-        # No port beyond this machine: gloo listens even where there is nobody to talk to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    else:
-        if dist.is_torchelastic_launched():
-            threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-        is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        soon = min(limit, timedelta(seconds=STORE))
-        store, rank, world_size = next(rendezvous("env://", timeout=soon if is_there else limit))
-        store.set_timeout(limit)
-        store = meet(store, rank, world_size, args.timeout)
-    dist.init_process_group(backend, None, limit, world_size, rank, store)
     try:
-        ranks.use_messages(timeout=args.timeout)
-        train_epochs(args, device)
+        with process_group("nccl" if device.type == "cuda" else "gloo", args.timeout):
+            train_epochs(args, device)
     except DataError as error:  # for a reader who has just installed this
         sys.exit(f"d2lpar.train_ddp: {error}")
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ HOUSE = (
     ("", "guards devices data network models checkpoint"),
     ("collectives", "schedules cost lists"),
     ("ranks", "transport nccl lanes agreement members moves collectives point_to_point"),
-    ("ranks", "worker launcher grid"),
+    ("ranks", "worker launcher torchrun grid"),
     ("data_parallel", "scattering replicas loss chunks sampler"),
     ("data_parallel", "buckets batch_norm state_sharing uneven reducer ddp_arguments ddp"),
     ("mixed_precision", "casting grad_scaler opt_levels"),

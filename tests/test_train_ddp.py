@@ -5,15 +5,11 @@ import re
 import socket
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import distance
 
 from d2lpar import launch, load_data_fashion_mnist
@@ -21,15 +17,14 @@ from d2lpar.checkpoint import load_checkpoint, save_checkpoint
 from d2lpar.data import Minibatches
 from d2lpar.models import lenet_layers
 from d2lpar.network import loss
-from d2lpar.train_ddp import arguments, device_of, main, meet, place
+from d2lpar.train_ddp import arguments, device_of, main
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 HERE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_a_process_finds_its_place_and_its_device(monkeypatch):
-    assert place(HERE) == (3, 1, 4, 2)
+def test_a_process_finds_its_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert [device_of(i, 3, "0,1,3").index for i in range(3)] == [0, 1, 3]
     assert device_of(2, 4, None) == torch.device("cuda", 2)
@@ -40,18 +35,6 @@ def test_a_process_finds_its_place_and_its_device(monkeypatch):
             device_of(0, 3, gpus)
 
 
-def test_place_names_what_is_missing_and_contradictions():
-    for changes, words in (
-        ({"RANK": "", "MASTER_ADDR": ""}, "not set: RANK, MASTER_ADDR; start it with torchrun"),
-        ({"RANK": "4"}, "contradict each other: RANK=4, LOCAL_RANK=1, WORLD_SIZE=4, LOCAL_WORLD"),
-        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2"),
-        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5"),
-        ({"RANK": "0"}, "RANK=0, LOCAL_RANK=1"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            place({**HERE, **changes})
-
-
 def test_a_wrong_start_ends_with_one_line(monkeypatch, capsys):
     for option in ("--epochs 0", "--batch-size -1", "--lr nan", "--timeout inf", "--every 0"):
         with pytest.raises(SystemExit):
@@ -59,39 +42,12 @@ def test_a_wrong_start_ends_with_one_line(monkeypatch, capsys):
         assert f"{option.split()[1]} is not positive and finite" in capsys.readouterr().err
     for name, value in {**HERE, "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    for words in ("there is no folder /no", "not set: RANK; start it"):
+    for words in ("there is no folder /no", "not set: RANK; torchrun sets"):
         with pytest.raises(SystemExit) as stopped:  # which prints the text and exits with 1
             main(["--checkpoint", "/no/x", "--timeout=1"])
         text = stopped.value.code
         assert text.startswith("d2lpar.train_ddp: ") and words in text and "\n" not in text
         monkeypatch.delenv("RANK", raising=False)
-
-
-def test_ranks_meet_where_no_earlier_attempt_has_been():
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=20))
-
-    def attempt(address, late):
-        def rank(i):
-            time.sleep(0.1 * (i == late))
-            part = meet(store, i, 3, 20)
-            if i == 0:
-                part.set("address", address)
-            return part.get("address").decode()
-
-        with ThreadPoolExecutor(3) as threads:
-            return list(threads.map(rank, range(3)))
-
-    for late in range(3):  # who finds what the others, and the attempts before, have left
-        assert attempt(f"of attempt {late}", late) == [f"of attempt {late}"] * 3
-    with pytest.raises(TimeoutError, match=r"^ranks 1, 2 did not come within 0\.1 s$"):
-        meet(store, 0, 3, 0.1)
-    with ThreadPoolExecutor(1) as threads:  # one that has asked, and died
-        store.set_timeout(timedelta(seconds=0.1))
-        with pytest.raises(RuntimeError, match="imeout"):
-            threads.submit(meet, store, 1, 3, 20).result()
-    store.set_timeout(timedelta(seconds=20))
-    assert attempt("of the last", late=1) == ["of the last"] * 3
 
 
 def test_started_by_nobody_it_is_one_process_and_says_how_to_have_more(tmp_path):
