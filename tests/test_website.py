@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from itertools import product
 
+import nbformat
 import pytest
 import website
 from test_project import HOUSE, PACKAGE, ROOT
@@ -121,3 +122,13 @@ def test_the_front_page_has_the_question_of_each_chapter():
     for chapter in chapters:
         assert all(chapter.values()) and chapter["question"].endswith("?")
         assert f"]({'notebooks'}/{chapter['name']}.ipynb)" in page and chapter["question"] in page
+
+
+def test_an_exercise_begins_with_what_the_chapter_defined_folded_away(tmp_path):
+    path = tmp_path / "03_allreduce.ipynb"
+    shutil.copy(ROOT / "notebooks" / "exercises" / path.name, path)
+    website.fold_setup(path)
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    folded = ["hide-input" in cell.metadata.get("tags", []) for cell in cells]
+    assert folded == [True] + [False] * (len(cells) - 1)
+    assert cells[0].metadata.nbgrader.grade_id == "setup"

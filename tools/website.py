@@ -174,6 +174,14 @@ def add_player(path: Path, sentence: str) -> None:
     nbformat.write(nb, path)
 
 
+def fold_setup(path: Path) -> None:
+    """Fold away an exercise notebook's first code cell: what the chapter has defined."""
+    nb = nbformat.read(path, as_version=4)
+    setup = next(cell for cell in nb.cells if cell.cell_type == "code")
+    setup.metadata.tags = [*setup.metadata.get("tags", []), "hide-input"]
+    nbformat.write(nb, path)
+
+
 EXERCISES = """\
 # Exercises
 
@@ -199,6 +207,8 @@ def assemble(pages: Path = PAGES) -> None:
     (pages / "notebooks" / "exercises" / "index.md").write_text(EXERCISES, encoding="utf-8")
     for name, sentence in PLAYERS.items():
         add_player(pages / "notebooks" / f"{name}.ipynb", sentence)
+    for path in (pages / "notebooks" / "exercises").glob("*.ipynb"):
+        fold_setup(path)
     write_module_pages(pages / "module")
     for name, data in (("schedules", exported_schedules()), ("pipelines", exported_pipelines())):
         text = json.dumps(data, separators=(",", ":"))
