@@ -21,6 +21,8 @@ extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.
 
 nb_execution_mode = "off"
 nb_merge_streams = True
+nb_code_prompt_show = "Show the code that the chapter has defined"
+nb_code_prompt_hide = "Hide it"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
