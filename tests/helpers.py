@@ -21,6 +21,9 @@ LIMIT = 60  # seconds for a launch that takes less than one
 MEAN = 1.5
 PIPELINES = sequential, gpipe, one_f_one_b
 SOON = 8.0  # seconds for a call that takes milliseconds on a machine that is not busy
+# What torchrun sets for rank 3: the second one on the second of two machines
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 both_ways = pytest.mark.parametrize("way", ["lanes", "messages"])
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)  # of float64

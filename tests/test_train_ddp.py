@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import distance
+from helpers import TORCHRUN, distance
 
 from d2lpar import launch, load_data_fashion_mnist
 from d2lpar.checkpoint import load_checkpoint, save_checkpoint
@@ -20,8 +20,6 @@ from d2lpar.network import loss
 from d2lpar.train_ddp import arguments, device_of, main
 
 ROOT = Path(__file__).resolve().parents[1]
-HERE = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-HERE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_a_process_finds_its_device(monkeypatch):
@@ -40,7 +38,7 @@ def test_a_wrong_start_ends_with_one_line(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             arguments(option.split())
         assert f"{option.split()[1]} is not positive and finite" in capsys.readouterr().err
-    for name, value in {**HERE, "RANK": "0", "LOCAL_RANK": "0"}.items():
+    for name, value in {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     for words in ("there is no folder /no", "not set: RANK; torchrun sets"):
         with pytest.raises(SystemExit) as stopped:  # which prints the text and exits with 1
@@ -51,7 +49,7 @@ def test_a_wrong_start_ends_with_one_line(monkeypatch, capsys):
 
 
 def test_started_by_nobody_it_is_one_process_and_says_how_to_have_more(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k not in HERE}
+    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
     command = [sys.executable, "-m", "d2lpar.train_ddp", "--epochs=1", "--examples=300"]
     command += [f"--checkpoint={tmp_path / 'net'}"]
     options = {"capture_output": True, "text": True, "timeout": 100, "cwd": ROOT}

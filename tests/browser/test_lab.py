@@ -57,7 +57,7 @@ def lab(tmp_path_factory):
         _, left = psutil.wait_procs([psutil.Process(server.pid), *started], timeout=30)
         for process in left:
             process.kill()
-        server.wait()
+        server.wait(30)
 
 
 def address(server, home, folder):

@@ -6,15 +6,13 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from helpers import TORCHRUN
 
 from d2lpar.ranks.torchrun import is_alone, meet, place
 
-HERE = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-HERE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-
 
 def test_a_process_finds_its_place():
-    assert place(HERE) == (3, 1, 4, 2) and not is_alone(HERE)
+    assert place(TORCHRUN) == (3, 1, 4, 2) and not is_alone(TORCHRUN)
     assert place({"PATH": "/bin"}) == (0, 0, 1, 1) and is_alone({"PATH": "/bin"})
 
 
@@ -27,7 +25,7 @@ def test_place_names_what_is_missing_and_contradictions():
         ({"RANK": "0"}, "RANK=0, LOCAL_RANK=1"),
     ):
         with pytest.raises(ValueError, match=words):
-            place({**HERE, **changes})
+            place({**TORCHRUN, **changes})
 
 
 def test_ranks_meet_where_no_earlier_attempt_has_been():
