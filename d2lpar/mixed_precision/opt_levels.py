@@ -1,7 +1,7 @@
 """Four levels of mixed precision, as NVIDIA's apex named them: O0, O1, O2 and O3.
 
 O1 became ``torch.autocast``. O2 trains a float32 copy of 16-bit parameters, the master weights: 16
-bits are too few to add a small step to a large weight. Notebook 13 uses this file. Source: NVIDIA's
+bits are too few to add a small step to a large weight. Notebook 10 uses this file. Source: NVIDIA's
 apex.amp, deleted in May 2025; Micikevicius et al., "Mixed Precision Training" (ICLR 2018).
 """
 

@@ -1,7 +1,7 @@
 """A pipeline between ranks: each has one stage, and sends on what it has computed.
 
 Each rank runs its own actions in order; a thread sends the results, so no stage waits for a
-receiver. Notebook 10 uses this file. Source: the schedules of ``torch.distributed.pipelining``.
+receiver. Notebook 13 uses this file. Source: the schedules of ``torch.distributed.pipelining``.
 """
 
 import weakref

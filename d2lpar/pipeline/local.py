@@ -2,7 +2,7 @@
 
 In ``SplitModel`` only one device works at a time. In ``Pipeline`` GPUs can work at the same time,
 since their calls return at once. All work is in the default streams, so a copy between GPUs waits
-for what is queued on both; torchgpipe gives copies their own streams. Not run on a GPU. Notebook 10
+for what is queued on both; torchgpipe gives copies their own streams. Not run on a GPU. Notebook 13
 builds this file. Source: Huang et al., GPipe (2019), and Kim et al., "torchgpipe" (2020).
 """
 

@@ -1,6 +1,6 @@
 """A model cut into stages: lists of layers, divided so that the largest is as small as possible.
 
-Notebook 10 uses this file. Source: Huang et al., GPipe (2019), which balances computation.
+Notebook 13 uses this file. Source: Huang et al., GPipe (2019), which balances computation.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Pipelines as data: which stage does what with which micro-batch, and when.
 
 A pipeline schedule is a function ``(num_stages, num_microbatches) -> ticks``. The actions of one
-tick happen at the same time. Notebook 09 builds this file. Sources: Huang et al., "GPipe: Efficient
+tick happen at the same time. Notebook 12 builds this file. Sources: Huang et al., "GPipe: Efficient
 Training of Giant Neural Networks using Pipeline Parallelism" (2019); one forward, one backward is
 PipeDream-Flush of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021).
 """

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline does with a micro-batch. Notebook 10 builds this file."""
+"""What a stage of a pipeline does with a micro-batch. Notebook 13 builds this file."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,7 @@
 """Ranks in rows and columns, for two ways of splitting at once.
 
 A row works on one replica of the model, cut among its ranks; a column averages the gradients of one
-part of it. Notebook 12 uses this file. Source: ``torch.distributed.device_mesh``.
+part of it. Notebook 17 uses this file. Source: ``torch.distributed.device_mesh``.
 """
 
 import torch

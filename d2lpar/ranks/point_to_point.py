@@ -1,6 +1,6 @@
 """A tensor from one rank to another, with a header that says what it is; and a sending thread.
 
-Only the sender knows the shape, so a header of a fixed size goes first. Notebook 10 uses this file.
+Only the sender knows the shape, so a header of a fixed size goes first. Notebook 13 uses this file.
 """
 
 import struct

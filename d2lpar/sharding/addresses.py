@@ -1,6 +1,6 @@
 """What autograd keeps for backward: of a unit's parameter, only where it lies in the unit.
 
-When backward asks for it, the unit is gathered again. Notebook 14 builds this file.
+When backward asks for it, the unit is gathered again. Notebook 11 builds this file.
 """
 
 import torch

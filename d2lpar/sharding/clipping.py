@@ -1,4 +1,4 @@
-"""The norm of gradients that lie in shards. Notebook 14 uses this file."""
+"""The norm of gradients that lie in shards. Notebook 11 uses this file."""
 
 from collections.abc import Iterable
 from functools import reduce

@@ -1,6 +1,6 @@
 """The state of a sharded model or optimiser, whole: to be saved, and loaded on any number of ranks.
 
-Notebook 14 uses this file. Source: ``torch.distributed.checkpoint.state_dict``, full_state_dict.
+Notebook 11 uses this file. Source: ``torch.distributed.checkpoint.state_dict``, full_state_dict.
 """
 
 from collections.abc import Callable

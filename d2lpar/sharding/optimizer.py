@@ -1,6 +1,6 @@
 """ZeRO-1: an optimiser of which each rank keeps the state of a part of every parameter.
 
-Notebook 14 builds this file. Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward
+Notebook 11 builds this file. Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward
 Training Trillion Parameter Models" (SC 2020), ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 """
 

@@ -1,6 +1,6 @@
 """ZeRO-2 and 3: modules of whose parameters each rank keeps a part.
 
-This file is the entry; ``units`` has the algorithm. Notebook 14 uses it. Source:
+This file is the entry; ``units`` has the algorithm. Notebook 11 uses it. Source:
 ``torch.distributed.fsdp.fully_shard``, of which it has the names.
 """
 

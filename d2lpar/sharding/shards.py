@@ -1,4 +1,4 @@
-"""A shard: the part of a parameter that one rank keeps. Notebook 14 uses this file."""
+"""A shard: the part of a parameter that one rank keeps. Notebook 11 uses this file."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,7 +1,7 @@
 """The messages of a sharded model: gathers and reductions, in one order, beside the computing.
 
 A communication thread makes them one after the other, over its own line in the group. While a unit
-computes, the thread gathers the next one: the order is that of the pass before. Notebook 14 uses
+computes, the thread gathers the next one: the order is that of the pass before. Notebook 11 uses
 this file. Source: Zhao et al., "PyTorch FSDP" (VLDB 2023), section 3.3.
 """
 

@@ -1,6 +1,6 @@
 """A unit: parameters of a module that are gathered before use, and freed after it.
 
-Notebook 14 builds this file. Sources: Zhao et al., "PyTorch FSDP" (VLDB 2023), and
+Notebook 11 builds this file. Sources: Zhao et al., "PyTorch FSDP" (VLDB 2023), and
 ``torch.distributed.fsdp.fully_shard``.
 """
 

@@ -1,7 +1,7 @@
 """The methods of this book side by side: one network, one batch, and a step of each method.
 
 Bytes are counted. Time is taken in turn, in another order in each round, within one launch: a
-disturbance of the machine then hits all methods alike. Notebook 15 uses this file.
+disturbance of the machine then hits all methods alike. Notebook 18 uses this file.
 """
 
 import random

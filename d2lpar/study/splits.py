@@ -3,7 +3,7 @@
 The model is simple. A layer's forward pass takes its floating-point operations divided by the
 device's speed, and its backward pass twice as long. Messages cost what ``cost`` says, and all sums
 are rings. Gradients travel while backward runs, and activations in a pipeline while stages work;
-the sums inside layers are waited for. Notebook 12 uses this file.
+the sums inside layers are waited for. Notebook 17 uses this file.
 """
 
 from collections.abc import Sequence

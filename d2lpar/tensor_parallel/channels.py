@@ -2,7 +2,7 @@
 
 Each device has some of the output channels of every layer. A layer that *exchanges* takes all
 channels of the layer before; one that does not takes only those of its device: nothing is sent, and
-the network has fewer weights. Notebook 11 uses this file. Source: Krizhevsky, Sutskever and Hinton,
+the network has fewer weights. Notebook 14 uses this file. Source: Krizhevsky, Sutskever and Hinton,
 "ImageNet Classification with Deep Convolutional Neural Networks" (2012), section 3.2.
 """
 

@@ -1,7 +1,7 @@
 """Layers cut in parts: every rank has some columns, or some rows, of a weight.
 
 Forward ``copy_to_group`` does what ``reduce_from_group`` does backward, and the other way round:
-they are f and g of Shoeybi et al., "Megatron-LM" (2019). Notebook 11 builds this file.
+they are f and g of Shoeybi et al., "Megatron-LM" (2019). Notebook 14 builds this file.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """The cross-entropy of logits that are cut by class: no rank ever has all of a row.
 
 Of a row each rank needs the largest logit, the sum of the exponentials and the target's logit.
-Notebook 11 builds this file. Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+Notebook 14 builds this file. Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
 
 import torch
