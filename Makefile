@@ -46,7 +46,7 @@ live: $(INSTALLED)  ## run the chapters and name shown code that was never enter
 test-everywhere: $(INSTALLED)  ## the numerical tests, with the kernels of other processors
 	@$(PY) tools/everywhere.py
 
-mutants: $(INSTALLED)  ## break the module, place by place: each has to fail a test (ONLY="ranks plot")
+mutants: $(INSTALLED)  ## break the module, place by place: each has to fail a test (ONLY="ranks roof")
 	@$(PY) tools/mutants.py $(ONLY)
 
 size: $(INSTALLED)  ## lines, files and names of the module, room by room

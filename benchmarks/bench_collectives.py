@@ -1,4 +1,4 @@
-"""The overhead of running a schedule in one process: ring against naive, naive against a copy."""
+"""The overhead of a schedule in one process: ring against naive, naive against copy."""
 
 from functools import partial
 
@@ -20,8 +20,8 @@ K, NBYTES = 4, 32_000_000
 
 def main():
     print_machine()
-    # Each has its own tensors: on shared ones, each would find in the caches what the one before
-    # has left there.
+    # Each has its own tensors: on shared ones, each would find in the caches what the
+    # one before has left there.
     contenders = {
         name: partial(function, [torch.rand(NBYTES // 4) for _ in range(K)])
         for name, function in (
@@ -34,7 +34,8 @@ def main():
     title = f"Allreduce of {K} tensors of {NBYTES // 10**6} MB in one process"
     print_ratios(title, seconds, "naive_allreduce", {"ring_allreduce": 1.3})
 
-    moved = (K - 1) * NBYTES * (3 + 2)  # an addition reads two and writes one, a copy one and one
+    # an addition reads two and writes one, a copy one and one
+    moved = (K - 1) * NBYTES * (3 + 2)
     bandwidth = copy_bandwidth(NBYTES)
     ratios = quartiles([t * bandwidth / moved for t in seconds["naive_allreduce"]])
     print(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, read and written", end="")

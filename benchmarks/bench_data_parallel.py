@@ -1,7 +1,8 @@
-"""DataParallel against the plain module, its threads against a loop, and the chunked loss.
+"""DataParallel against the plain module, threads against a loop, and the chunked loss.
 
-On a CPU the devices are virtual and share the cores: what is measured is the price of splitting and
-copying, not a speed-up. On two GPUs or more torch's own DataParallel runs beside ours.
+On a CPU the devices are virtual and share the cores: what is measured is the price of
+splitting and copying, not a speed-up. On two GPUs or more torch's own DataParallel runs
+beside ours.
 """
 
 import os
@@ -14,7 +15,14 @@ from timing import AGAIN, print_machine, print_ratios, time_in_turn
 from torch import nn
 from torch.nn import functional as F
 
-from d2lpar import ChunkedLoss, DataParallel, choose_devices, parallel_apply, replicate, scatter
+from d2lpar import (
+    ChunkedLoss,
+    DataParallel,
+    choose_devices,
+    parallel_apply,
+    replicate,
+    scatter,
+)
 from d2lpar.models import lenet_layers
 from d2lpar.study.memory import peak_memory
 
@@ -47,8 +55,14 @@ def measure_step(name: str, module: nn.Module, X: torch.Tensor, rounds: int) -> 
         devices, _ = choose_devices(k)
         contenders[f"k = {k}"] = partial(step, DataParallel(module, devices), X)
         if len(set(devices)) == k > 1:
-            contenders[f"torch's, k = {k}"] = partial(step, nn.DataParallel(module, devices), X)
-    goals = {f"k = {k}": goal for k, goal in GOALS.items()} if name.startswith("LeNet") else {}
+            contenders[f"torch's, k = {k}"] = partial(
+                step, nn.DataParallel(module, devices), X
+            )
+    goals = (
+        {f"k = {k}": goal for k, goal in GOALS.items()}
+        if name.startswith("LeNet")
+        else {}
+    )
     seconds = time_in_turn(contenders, rounds)
     print_ratios(f"Forward and backward: {name}", seconds, "plain", goals)
 
@@ -59,12 +73,16 @@ def measure_threads(name: str, module: nn.Module, X: torch.Tensor, rounds: int) 
         devices, _ = choose_devices(k)
         replicas, shards = replicate(module, devices), scatter((X,), devices)
         calls = list(zip(replicas, shards, strict=True))
-        contenders[f"loop, k = {k}"] = lambda calls=calls: [call(*shard) for call, shard in calls]
+        contenders[f"loop, k = {k}"] = lambda calls=calls: [
+            call(*shard) for call, shard in calls
+        ]
         contenders[f"threads, k = {k}"] = partial(parallel_apply, replicas, shards)
     seconds = time_in_turn(contenders, rounds)
     for k in (2, 4):
         pair = {way: seconds[way] for way in (f"loop, k = {k}", f"threads, k = {k}")}
-        print_ratios(f"parallel_apply, forward alone: {name}", pair, f"loop, k = {k}", {})
+        print_ratios(
+            f"parallel_apply, forward alone: {name}", pair, f"loop, k = {k}", {}
+        )
 
 
 def measure_chunks() -> None:
@@ -92,22 +110,32 @@ def measure_chunks() -> None:
             batch_chunk_size=POSITIONS // 8, chunking_method=None
         )
         ways["torch's, 8 chunks"] = lambda hidden, target: F.linear_cross_entropy(
-            hidden, generator.weight, target, linear_bias=generator.bias, options=options
+            hidden,
+            generator.weight,
+            target,
+            linear_bias=generator.bias,
+            options=options,
         )
-    peaks = {name: peak_memory(partial(run, way), devices[0]) for name, way in ways.items()}
+    peaks = {
+        name: peak_memory(partial(run, way), devices[0]) for name, way in ways.items()
+    }
     contenders = {name: partial(run, way) for name, way in ways.items()}
     seconds = time_in_turn(contenders, 10, 2)
     title = f"Loss of {POSITIONS} positions, {CLASSES} classes, memory {kept}"
     goals = {"8 chunks": CHUNKS_GOAL} if kept == "given back" else {}
     print_ratios(title, seconds, "not chunked", goals)
-    if devices[0].type == "cpu":  # torch's is one operation, into which the count cannot look
+    # torch's is one operation, into which the count cannot look
+    if devices[0].type == "cpu":
         peaks.pop("torch's, 8 chunks", None)
     for name, peak in peaks.items():
-        print(f"{name:26} peak {peak / 1e6:6.1f} MB, {peaks['not chunked'] / peak:5.2f} times less")
+        print(
+            f"{name:26} peak {peak / 1e6:6.1f} MB, {peaks['not chunked'] / peak:5.2f}"
+            " times less"
+        )
 
 
 def main() -> None:
-    """Measure all; then the chunks once more as in a process that make has not started."""
+    """Measure all, then the chunks again as in a process that make has not started."""
     print_machine()
     if sys.argv[1:] == ["chunks"]:
         measure_chunks()
@@ -118,7 +146,11 @@ def main() -> None:
         measure_step(name, module, X, rounds)
         measure_threads(name, module, X, rounds)
     measure_chunks()
-    without = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    without = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("MALLOC_")
+    }
     subprocess.run([sys.executable, __file__, "chunks"], env=without, check=True)
 
 

@@ -1,7 +1,7 @@
 """DistributedDataParallel: ours, over lanes or messages, against torch's over gloo.
 
-A step; overlap, over a link that is slowed on purpose; and ``join``, with ranks of which each has
-two more batches than the one before.
+A step; overlap, over a link that is slowed on purpose; and ``join``, with ranks of
+which each has two more batches than the one before.
 """
 
 from functools import partial
@@ -58,7 +58,8 @@ def measure(rank: int, world_size: int, name: str, rounds: int) -> dict:
 
     slow = d2lpar.DistributedDataParallel(make())
     slow.register_comm_hook(ThreadPoolExecutor(1), over_slow_link)
-    slow_naive = d2lpar.DistributedDataParallel(make(), bucket_cap_mb=1e6)  # one, full at the end
+    # one, full at the end
+    slow_naive = d2lpar.DistributedDataParallel(make(), bucket_cap_mb=1e6)
     slow_naive.register_comm_hook(ThreadPoolExecutor(1), over_slow_link)
     models = {
         "torch": DistributedDataParallel(make()),
@@ -67,7 +68,9 @@ def measure(rank: int, world_size: int, name: str, rounds: int) -> dict:
         "slow link, one bucket": slow_naive,
         "slow link, overlapped": slow,
     }
-    optimizers = {n: torch.optim.SGD(m.parameters(), lr=1e-4) for n, m in models.items()}
+    optimizers = {
+        n: torch.optim.SGD(m.parameters(), lr=1e-4) for n, m in models.items()
+    }
 
     def step(contender):
         optimizers[contender].zero_grad()
@@ -78,7 +81,7 @@ def measure(rank: int, world_size: int, name: str, rounds: int) -> dict:
 
 
 def measure_join(rank: int, world_size: int, way: str, rounds: int) -> dict:
-    """Return the seconds of each round, the slowest rank's, of a loop in join and of leaving it."""
+    """Return the slowest rank's seconds per round: a loop in join, and leaving it."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -99,17 +102,26 @@ def measure_join(rank: int, world_size: int, way: str, rounds: int) -> dict:
             for _ in range(4 + 2 * rank):
                 model(X).square().mean().backward()
 
-    return time_in_turn({name: partial(loop, model) for name, model in models.items()}, rounds)
+    return time_in_turn(
+        {name: partial(loop, model) for name, model in models.items()}, rounds
+    )
 
 
 def main():
     print_machine()
     for k in (2, 4):
         for name, goal in GOALS.items():
-            seconds = launch(measure, k, name, 15 if name.startswith("25") else 60, timeout=400)[0]
+            seconds = launch(
+                measure, k, name, 15 if name.startswith("25") else 60, timeout=400
+            )[0]
             print_ratios(f"A step, {name}, {k} ranks", seconds, "torch", {"ours": goal})
-            gain = ratio(seconds["slow link, overlapped"], seconds["slow link, one bucket"])
-            print(f"overlapped : one bucket = {gain[1]:.2f} ({gain[0]:.2f} to {gain[2]:.2f})")
+            gain = ratio(
+                seconds["slow link, overlapped"], seconds["slow link, one bucket"]
+            )
+            print(
+                f"overlapped : one bucket = {gain[1]:.2f} ({gain[0]:.2f} to"
+                f" {gain[2]:.2f})"
+            )
         for way, goal in JOIN_GOALS.items():
             seconds = launch(measure_join, k, way, 20, timeout=400)[0]
             title = f"A loop in join over {way}, 60 small layers, {k} ranks"

@@ -26,7 +26,8 @@ def main():
     for world_size in (2, 4, 8):
         seconds = quartiles([seconds_of_a_launch(world_size) for _ in range(20)])
         print(
-            f"again, {world_size} ranks: {seconds[1]:.3f} s ({seconds[0]:.3f} to {seconds[2]:.3f})"
+            f"again, {world_size} ranks: {seconds[1]:.3f} s ({seconds[0]:.3f} to"
+            f" {seconds[2]:.3f})"
         )
         if world_size == 2:
             print_goal("a launch of 2 ranks, seconds", seconds, 0.2)

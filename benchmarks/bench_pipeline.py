@@ -1,9 +1,10 @@
 """A pipeline of two ranks against the plain split of the same model, in the same run.
 
-The plain split is the schedule ``sequential`` with a single micro-batch: while one rank works, the
-other waits. With m micro-batches a pipeline of p stages can be m·p/(m + p - 1) times as fast. A
-core stands for a device here, so every rank computes with one thread; one contender of the plain
-split has two, and thereby both cores of a machine that has two.
+The plain split is the schedule ``sequential`` with a single micro-batch: while one rank
+works, the other waits. With m micro-batches a pipeline of p stages can be m·p/(m + p -
+1) times as fast. A core stands for a device here, so every rank computes with one
+thread; one contender of the plain split has two, and thereby both cores of a machine
+that has two.
 """
 
 from functools import partial
@@ -27,7 +28,9 @@ def measure(rank: int, world_size: int, num_microbatches: int, rounds: int) -> d
     from d2lpar import gpipe, one_f_one_b, sequential
 
     torch.manual_seed(0)
-    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    layers = [
+        layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    ]
     stage = d2lpar.cut(nn.Sequential(*layers), world_size)[rank]
     X = torch.randn(ROWS * num_microbatches, WIDTH)
     schedules = {
@@ -56,7 +59,10 @@ def measure(rank: int, world_size: int, num_microbatches: int, rounds: int) -> d
 
 def main():
     print_machine()
-    print(f"{LAYERS} linear layers {WIDTH} wide, micro-batches of {ROWS} rows, 2 ranks,", end="")
+    print(
+        f"{LAYERS} linear layers {WIDTH} wide, micro-batches of {ROWS} rows, 2 ranks,",
+        end="",
+    )
     print(" 1 thread per rank where nothing else is said")
     for m in (4, 8, 16):
         seconds = launch(measure, 2, m, 15, timeout=400)[0]
@@ -65,13 +71,19 @@ def main():
         gains = {name: ratio(base, times) for name, times in seconds.items()}
         for name, (low, middle, high) in gains.items():
             print(
-                f"{name:30} {1e3 * median(seconds[name]):7.1f} ms  {middle:5.2f} times as fast"
-                f"  {low:.2f} to {high:.2f}"
+                f"{name:30} {1e3 * median(seconds[name]):7.1f} ms  {middle:5.2f} times"
+                f" as fast  {low:.2f} to {high:.2f}"
             )
         if m == 8:
             for name in ("GPipe", "1F1B"):
                 what = f"{name} as fast as the plain split, 2 ranks, {m} micro-batches"
-                print_goal(what, gains[name], GOAL, gains["plain split again"][1], at_least=True)
+                print_goal(
+                    what,
+                    gains[name],
+                    GOAL,
+                    gains["plain split again"][1],
+                    at_least=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Collectives between processes: ours over lanes and over gloo's messages, against torch's.
+"""Collectives between processes: ours over lanes and over gloo, against torch's.
 
-Every call is timed on every rank, from a common barrier to the moment when the slowest rank is
-done. The bus bandwidth is that of nccl-tests: 2(k - 1)/k of the tensor's bytes per second. From the
-last table the threshold of ``ranks.choose`` was read. Arguments: numbers of ranks, else 2 and 4.
+Every call is timed on every rank, from a common barrier to the moment when the slowest
+rank is done. The bus bandwidth is that of nccl-tests: 2(k - 1)/k of the tensor's bytes
+per second. From the last table the threshold of ``ranks.choose`` was read. Arguments:
+numbers of ranks, else 2 and 4.
 """
 
 import sys
@@ -32,7 +33,8 @@ SIZES = [10**3 * 4**i for i in range(8)] + [64 * 10**6]  # 1 kB to 64 MB
 SCHEDULES = (star, ring, tree, direct, halving_doubling, recursive_doubling)
 TORCHS, AGAIN = "dist.all_reduce", "dist.all_reduce again"
 CHECKED = "dist.all_reduce, DETAIL"  # torch's own check
-# (contender, base): goals for the geometric mean of the ratios over sizes, and for the worst one
+# (contender, base): goals for the geometric mean of the ratios over sizes, and for the
+# worst one
 GOALS = {
     (AGAIN, TORCHS): (None, None),
     ("lanes", TORCHS): (0.2, 0.5),
@@ -43,7 +45,7 @@ CHOICE = 1.3  # times as long as the fastest schedule may take what ``choose`` t
 
 
 def measure(rank: int, world_size: int, sizes: list[int]) -> tuple[dict, dict]:
-    """Return the seconds of each contender by size, and of each schedule by transport and size."""
+    """Return the seconds of each contender by size, of schedules by transport too."""
     import torch
     import torch.distributed as dist
 
@@ -63,14 +65,18 @@ def measure(rank: int, world_size: int, sizes: list[int]) -> tuple[dict, dict]:
             AGAIN: lambda t=tensor: dist.all_reduce(t),
             CHECKED: lambda t=tensor: dist.all_reduce(t, group=checked),
             "lanes": lambda t=tensor: ranks.allreduce(t, group=lanes),
-            "messages": lambda t=tensor: ranks.allreduce(t, group=messages, check=False),
+            "messages": lambda t=tensor: ranks.allreduce(
+                t, group=messages, check=False
+            ),
             "messages, checked": lambda t=tensor: ranks.allreduce(t, group=messages),
         }
         rounds = 60 if nbytes < 10**6 else 20 if nbytes < 2 * 10**7 else 8
         results[nbytes] = time_in_turn(contenders, rounds)
         for way, group in groups.items():
             calls = {
-                s.__name__: lambda t=tensor, s=s, g=group: ranks.allreduce(t, s, "sum", g, False)
+                s.__name__: lambda t=tensor, s=s, g=group: ranks.allreduce(
+                    t, s, "sum", g, False
+                )
                 for s in SCHEDULES
             }
             by_schedule[way, nbytes] = time_in_turn(calls, rounds)
@@ -78,7 +84,7 @@ def measure(rank: int, world_size: int, sizes: list[int]) -> tuple[dict, dict]:
 
 
 def print_table(world_size: int, results: dict) -> None:
-    """Print medians with the bus bandwidth, and each round's ratios as ``GOALS`` wants them."""
+    """Print medians with the bus bandwidth, and ratios as ``GOALS`` wants them."""
     for nbytes, seconds in results.items():
         bus = 2 * (world_size - 1) / world_size * nbytes / 1e9
         cells = [
@@ -104,7 +110,7 @@ def print_table(world_size: int, results: dict) -> None:
 
 
 def print_crossovers(world_size: int, by_schedule: dict) -> None:
-    """Print each schedule's median, the fastest, and how much slower is what ``choose`` takes."""
+    """Print each schedule's median, the fastest, and what ``choose`` loses."""
     lost = {}
     print("schedules, us: " + ", ".join(s.__name__ for s in SCHEDULES))
     for (way, nbytes), seconds in by_schedule.items():
@@ -113,15 +119,23 @@ def print_crossovers(world_size: int, by_schedule: dict) -> None:
         row = "".join(f"{us:8.0f}" for us in medians.values())
         loss = medians[taken] / medians[best]
         lost[way] = max(lost.get(way, 0), loss)
-        print(f"  {way:8}  {nbytes:9}  {row}  fastest {best}; choose takes {taken}: {loss:.2f}")
+        print(
+            f"  {way:8}  {nbytes:9}  {row}  fastest {best}; choose takes {taken}:"
+            f" {loss:.2f}"
+        )
     for way, loss in lost.items():
-        what = f"what choose takes : the fastest schedule, {way}, {world_size} ranks, worst size"
+        what = (
+            f"what choose takes : the fastest schedule, {way}, {world_size} ranks,"
+            " worst size"
+        )
         print_goal(what, loss, CHOICE)
 
 
 def main():
     print_machine()
-    print(f"copy bandwidth {copy_bandwidth(64 * 10**6) / 1e9:.1f} GB/s, read and written")
+    print(
+        f"copy bandwidth {copy_bandwidth(64 * 10**6) / 1e9:.1f} GB/s, read and written"
+    )
     for k in map(int, sys.argv[1:] or (2, 4)):
         results, by_schedule = launch(measure, k, SIZES, timeout=500)[0]
         print(f"\n{k} ranks, medians and bus bandwidths")

@@ -1,7 +1,7 @@
 """What ``splits`` predicts for two ranks on this machine, beside what is measured.
 
-Every split trains the same network on the same batch, with one thread per rank. A speed-up is
-against one process of the same run, which trains the whole network.
+Every split trains the same network on the same batch, with one thread per rank. A
+speed-up is against one process of the same run, which trains the whole network.
 """
 
 from statistics import median
@@ -15,7 +15,7 @@ ROUNDS, MICROBATCHES = 20, 8
 
 
 def networks() -> dict:
-    """Return, by name, functions that make the layers and their tensor split, and one batch."""
+    """Return, by name, makers of the layers and their tensor split, and one batch."""
     import torch
     from torch import nn
 
@@ -24,7 +24,9 @@ def networks() -> dict:
     from d2lpar.tensor_parallel.layers import TensorParallelLeNet, TensorParallelMLP
 
     def mlp():
-        return nn.Sequential(Copy(), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512), Sum())
+        return nn.Sequential(
+            Copy(), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512), Sum()
+        )
 
     return {
         "LeNet, 256 rows": (
@@ -41,7 +43,7 @@ def networks() -> dict:
 
 
 def step_of(split: str, name: str):
-    """Return this rank's module, and the function that computes one step's gradients."""
+    """Return this rank's module, and the function that computes a step's gradients."""
     import torch.distributed as dist
     from torch import nn
 
@@ -108,8 +110,8 @@ def main():
     here = machine()
     print_machine()
     print(
-        f"a core {here.flops / 1e9:.0f} GFLOP/s, a message {1e6 * here.alpha:.0f} µs and then "
-        f"{1 / here.beta / 1e9:.1f} GB/s"
+        f"a core {here.flops / 1e9:.0f} GFLOP/s, a message {1e6 * here.alpha:.0f} µs"
+        f" and then {1 / here.beta / 1e9:.1f} GB/s"
     )
     for name, (make, _, X) in networks().items():
         layers = profile(make(), X[:2])
@@ -123,8 +125,9 @@ def main():
             low, middle, high = quartiles([one / t for t in seconds])
             predicted = costs["one device"].seconds / cost.seconds
             print(
-                f"{split:12} {1e3 * median(seconds):7.1f} ms (predicted {1e3 * cost.seconds:5.1f}),"
-                f" {middle:5.2f} times as fast ({low:.2f} to {high:.2f}; predicted {predicted:.2f})"
+                f"{split:12} {1e3 * median(seconds):7.1f} ms (predicted"
+                f" {1e3 * cost.seconds:5.1f}), {middle:5.2f} times as fast ({low:.2f}"
+                f" to {high:.2f}; predicted {predicted:.2f})"
             )
 
 

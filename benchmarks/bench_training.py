@@ -1,8 +1,8 @@
-"""One training step, ours against the book's way, and the price of more virtual devices.
+"""One training step, ours against the book's, and the price of more virtual devices.
 
-The book's way: weights with the channels first, an allreduce that adds everything on the first
-device, one call of it and one update for each parameter. It runs twice, so that the spread that it
-has against itself stands beside the ratio.
+The book's way: weights with the channels first, an allreduce that adds everything on
+the first device, one call of it and one update for each parameter. It runs twice, so
+that the spread that it has against itself stands beside the ratio.
 """
 
 import time
@@ -25,8 +25,11 @@ from d2lpar.network import loss
 from d2lpar.training import train_epoch
 
 BATCH_SIZE = 256
-# Multiply-adds of the layers for the 26 x 26 pixels that count; forward and twice backward.
-FLOP = 3 * 2 * (20 * 9 * 24**2 + 50 * 20 * 25 * 8**2 + 800 * 128 + 128 * 10) * BATCH_SIZE
+# Multiply-adds of the layers for the 26 x 26 pixels that count; forward and twice
+# backward.
+FLOP = (
+    3 * 2 * (20 * 9 * 24**2 + 50 * 20 * 25 * 8**2 + 800 * 128 + 128 * 10) * BATCH_SIZE
+)
 
 
 def books_lenet(X, params):
@@ -44,10 +47,15 @@ def books_allreduce(data):
 
 
 def books_train_batch(X, y, device_params, devices, lr):
-    X_shards, y_shards = X.split(len(X) // len(devices)), y.split(len(y) // len(devices))
+    X_shards, y_shards = (
+        X.split(len(X) // len(devices)),
+        y.split(len(y) // len(devices)),
+    )
     losses = [
         loss(books_lenet(X_shard, params), y_shard).sum()
-        for X_shard, y_shard, params in zip(X_shards, y_shards, device_params, strict=True)
+        for X_shard, y_shard, params in zip(
+            X_shards, y_shards, device_params, strict=True
+        )
     ]
     for shard_loss in losses:
         shard_loss.backward()
@@ -85,7 +93,10 @@ def main():
     title = f"One step at batch size {BATCH_SIZE} on one device"
     print_ratios(title, seconds, "the book's way", {"ours": 0.6})
     floor = FLOP / matmul_peak()
-    print(f"matrix-multiply peak {matmul_peak() / 1e9:.0f} GFLOP/s: at best {1e3 * floor:.1f} ms")
+    print(
+        f"matrix-multiply peak {matmul_peak() / 1e9:.0f} GFLOP/s: at best"
+        f" {1e3 * floor:.1f} ms"
+    )
 
     contenders = {f"k = {k}": ours(k) for k in (1, 2, 4, 8)} | {AGAIN: ours(1)}
     seconds = time_in_turn(contenders, rounds=40)
@@ -96,7 +107,9 @@ def main():
     begin = time.perf_counter()
     train_epoch(train_iter, device_params, devices, 0.2)
     epoch = time.perf_counter() - begin
-    iterations = time_in_turn({"iterate": lambda: [None for _ in train_iter]}, rounds=5, warm_up=1)
+    iterations = time_in_turn(
+        {"iterate": lambda: [None for _ in train_iter]}, rounds=5, warm_up=1
+    )
     share = quartiles([100 * seconds / epoch for seconds in iterations["iterate"]])
     print(f"\nAn epoch takes {epoch:.1f} s")
     print_goal("iterating over all minibatches, % of an epoch", share, 2)

@@ -1,10 +1,11 @@
 """Allreduce between two machines: what the cost model predicts, and what is measured.
 
-The machines are namespaces of Linux with a virtual cable between them (tools/two_machines.py), on
-which ``tc`` limits the bytes per second and, where the kernel has netem, delays each packet. Ranks
-of one machine share its cable. So the model's participants are the machines, and only messages that
-cross count. Its alpha is measured: an allreduce of one number has one crossing. Its beta is that of
-the cable, with the headers of the packets. Without a limit on the cable, nothing is predicted.
+The machines are namespaces of Linux with a virtual cable between them
+(tools/two_machines.py), on which ``tc`` limits the bytes per second and, where the
+kernel has netem, delays each packet. Ranks of one machine share its cable. So the
+model's participants are the machines, and only messages that cross count. Its alpha is
+measured: an allreduce of one number has one crossing. Its beta is that of the cable,
+with the headers of the packets. Without a limit on the cable, nothing is predicted.
 """
 
 import json
@@ -45,7 +46,7 @@ LIMIT = 300  # seconds
 
 
 def measure() -> None:
-    """In a rank: print the seconds of each call in each round, the slowest rank's, as JSON."""
+    """In a rank: print as JSON the slowest rank's seconds per call in each round."""
     import torch
     import torch.distributed as dist
 
@@ -57,7 +58,8 @@ def measure() -> None:
     for nbytes in SIZES:
         tensor = torch.zeros(nbytes // 4)
         calls = {
-            s.__name__: lambda t=tensor, s=s: ranks.allreduce(t, s, check=False) for s in SCHEDULES
+            s.__name__: lambda t=tensor, s=s: ranks.allreduce(t, s, check=False)
+            for s in SCHEDULES
         }
         results[nbytes] = time_in_turn(calls, rounds=10)
     if dist.get_rank() == 0:
@@ -72,7 +74,9 @@ def run(each: int, limits: tuple) -> dict[int, dict[str, float]]:
             for machine in machines:
                 machine.slow_down(*limits)
         words = sys.executable, __file__, "rank"
-        ranks = tm.start_ranks(machines, each, *words, stdout=subprocess.PIPE, text=True)
+        ranks = tm.start_ranks(
+            machines, each, *words, stdout=subprocess.PIPE, text=True
+        )
         said = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
     return {
         int(nbytes): {name: median(times) for name, times in seconds.items()}
@@ -81,14 +85,14 @@ def run(each: int, limits: tuple) -> dict[int, dict[str, float]]:
 
 
 def predict(each: int, nbytes: int, alpha: float, beta: float) -> Iterator[float]:
-    """Yield what each schedule should take: the sum of its steps that cross the cable."""
+    """Yield each schedule's predicted time: the sum of its steps across the cable."""
     for schedule in SCHEDULES:
         steps = tm.crossings(schedule, each, nbytes)
         yield sum(step_seconds(messages, alpha, beta) for messages in steps)
 
 
 def report(title: str, each: int, results: dict) -> None:
-    """Print for each size and schedule milliseconds, and how many times the prediction that is."""
+    """Print milliseconds by size and schedule, and their ratio to the prediction."""
     print(f"\n{title}, {each} ranks a machine: ms (times the prediction)")
     print(f"{'bytes':>9}" + "".join(f"{s.__name__:>20}" for s in SCHEDULES))
     (rate, _, has_goal), ratios = CABLES[title], []
@@ -98,12 +102,16 @@ def report(title: str, each: int, results: dict) -> None:
         if rate:
             predicted = predict(each, nbytes, alpha, HEADERS / rate)
             times = [t / p for t, p in zip(seconds.values(), predicted, strict=True)]
-            cells = [f"{cell} ({time:.2f})" for cell, time in zip(cells, times, strict=True)]
+            cells = [
+                f"{cell} ({time:.2f})" for cell, time in zip(cells, times, strict=True)
+            ]
             ratios += times if nbytes >= LONG else []
         print(f"{nbytes:9}" + "".join(f"{cell:>20}" for cell in cells))
     if has_goal:
         what = f"measured : predicted, {LONG} bytes, {title}, {each} ranks a machine"
-        print_goal(f"{what}, mean of {len(ratios)} schedules", geometric_mean(ratios), GOAL)
+        print_goal(
+            f"{what}, mean of {len(ratios)} schedules", geometric_mean(ratios), GOAL
+        )
 
 
 def main() -> None:

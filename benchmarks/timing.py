@@ -1,7 +1,8 @@
-"""What the benchmarks share: time contenders in turn, and print medians, spread and goals.
+"""What benchmarks share: time contenders in turn, print medians, spread and goals.
 
-A goal is a bound for a ratio. A machine that others use, too, does not measure a ratio exactly: so
-each table has its reference twice, and the ratio of the two stands beside the goal.
+A goal is a bound for a ratio. A machine that others use, too, does not measure a ratio
+exactly: so each table has its reference twice, and the ratio of the two stands beside
+the goal.
 """
 
 import math
@@ -22,9 +23,13 @@ AGAIN = "the same again"  # the reference, a second time
 
 
 def print_machine() -> None:
-    """Print what this runs on, and how busy others keep it: the figures are worth no more."""
+    """Print what this runs on and how busy it is: the figures are worth no more."""
     busy, (load, *_) = psutil.cpu_percent(interval=1.0), os.getloadavg()
-    kept = "kept" if "MALLOC_TRIM_THRESHOLD_" in os.environ else "given back (make bench keeps it)"
+    kept = (
+        "kept"
+        if "MALLOC_TRIM_THRESHOLD_" in os.environ
+        else "given back (make bench keeps it)"
+    )
     print(f"{hardware()}; {busy:.0f} % busy before we begin (load {load:.1f})")
     print(f"On Linux, the memory of large tensors that are freed is {kept}.")
 
@@ -34,12 +39,14 @@ def time_in_turn(
 ) -> dict[str, list[float]]:
     """Call each contender once a round, in turn, and return its seconds in each round.
 
-    In another order each time, so that a disturbance of the machine hits all of them alike.
+    In another order each time, so that a disturbance of the machine hits all of them
+    alike.
     """
     seconds = {name: [] for name in contenders}
     for i in range(warm_up + rounds):
         turns = list(contenders.items())
-        random.shuffle(turns)  # else one might always profit from what another leaves in the caches
+        # else one might always profit from what another leaves in the caches
+        random.shuffle(turns)
         for name, contender in turns:
             begin = time.perf_counter()
             contender()
@@ -50,14 +57,20 @@ def time_in_turn(
     return seconds
 
 
-def print_ratios(title: str, seconds: dict[str, list[float]], base: str, goals: dict) -> None:
-    """Print a table: median and quartiles in ms, and the median of each round's ratio to ``base``.
+def print_ratios(
+    title: str, seconds: dict[str, list[float]], base: str, goals: dict
+) -> None:
+    """Print medians and quartiles in ms, and the median of the ratios to ``base``.
 
-    ``goals`` has, for some names, the largest ratio that is asked for.
+    A ratio is one of the same round. ``goals`` has, for some names, the largest ratio
+    that is asked for.
     """
     print(f"\n{title}\n{len(seconds[base])} rounds")
     width = max(map(len, seconds))
-    print(f"{'':{width}}  {'median':>9}  {'quartiles':>17}  {'ratio':>6}  {'quartiles':>11}")
+    print(
+        f"{'':{width}}  {'median':>9}  {'quartiles':>17}  {'ratio':>6} "
+        f" {'quartiles':>11}"
+    )
     ratios = {name: ratio(times, seconds[base]) for name, times in seconds.items()}
     for name, times in seconds.items():
         low, middle, high = quartiles([1e3 * t for t in times])
@@ -66,7 +79,12 @@ def print_ratios(title: str, seconds: dict[str, list[float]], base: str, goals: 
             f"  {ratios[name][1]:6.3f}  {ratios[name][0]:.2f} to {ratios[name][2]:.2f}"
         )
     for name, goal in goals.items():
-        print_goal(f"{title}: {name} : {base}", ratios[name], goal, ratios.get(AGAIN, (1, 1, 1))[1])
+        print_goal(
+            f"{title}: {name} : {base}",
+            ratios[name],
+            goal,
+            ratios.get(AGAIN, (1, 1, 1))[1],
+        )
 
 
 def print_goal(
@@ -78,16 +96,22 @@ def print_goal(
 ) -> None:
     """Print whether a ratio, or the median of (low, middle, high), reaches its goal.
 
-    ``again`` is what the reference measures against itself: by so much the ratio may miss the goal
-    and it is still not known whether it does. ``tools/bench.py`` collects these lines.
+    ``again`` is what the reference measures against itself: by so much the ratio may
+    miss the goal and it is still not known whether it does. ``tools/bench.py`` collects
+    these lines.
     """
     low, middle, high = value if isinstance(value, tuple) else (value,) * 3
     noise = max(again, 1 / again)
     beyond = goal / middle if at_least else middle / goal
-    verdict = "met" if beyond <= 1 else "met within noise" if beyond <= noise else "MISSED"
+    verdict = (
+        "met" if beyond <= 1 else "met within noise" if beyond <= noise else "MISSED"
+    )
     spread = f" ({low:.2f} to {high:.2f})" if low < high else ""
     bound = f"{'>=' if at_least else '<='} {goal:.2f}"
-    print(f"goal {verdict:16} {middle:5.2f}{spread:15} {bound}  itself {again:.2f}  {what}")
+    print(
+        f"goal {verdict:16} {middle:5.2f}{spread:15} {bound}  itself {again:.2f} "
+        f" {what}"
+    )
 
 
 def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
@@ -101,9 +125,9 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def copy_bandwidth(nbytes: int, count: int = 12, rounds: int = 40) -> float:
-    """Return the bytes per second that are read and written when tensors of ``nbytes`` are copied.
+    """Return the bytes read and written per second when tensors are copied.
 
-    ``count`` tensors take turns, so that no cache holds what is copied.
+    ``count`` tensors of ``nbytes`` take turns, so that no cache holds what is copied.
     """
     tensors = cycle([torch.ones(nbytes // 4) for _ in range(count)])
     seconds = time_in_turn({"copy": lambda: next(tensors).copy_(next(tensors))}, rounds)
@@ -111,8 +135,10 @@ def copy_bandwidth(nbytes: int, count: int = 12, rounds: int = 40) -> float:
 
 
 def matmul_peak(n: int = 2048, rounds: int = 10) -> float:
-    """Return the floating-point operations a second of a float32 product of n x n matrices."""
+    """Return the float32 operations per second of a product of n x n matrices."""
     a = torch.rand(n, n)
     out = torch.empty_like(a)
-    seconds = time_in_turn({"matmul": lambda: torch.mm(a, a, out=out)}, rounds, warm_up=2)
+    seconds = time_in_turn(
+        {"matmul": lambda: torch.mm(a, a, out=out)}, rounds, warm_up=2
+    )
     return 2 * n**3 / median(seconds["matmul"])

@@ -1,56 +1,81 @@
-"""d2lpar: how deep networks are trained on many devices, every part built by hand on torch.
+"""d2lpar: how networks are trained on many devices, built by hand on torch.
 
-Each room is one subject, from the ground up: ``collectives``, ``ranks``, ``data_parallel``,
-``mixed_precision``, ``sharding``, ``pipeline``, ``tensor_parallel``, ``study``, ``plot``. A room,
-and each of the names below, is loaded when it is first used.
+All public names are here, as in ``d2lpar.train``, ``d2lpar.ring``. The figures,
+``d2lpar.plot``, are imported on their own, since they need matplotlib.
 """
 
-from importlib import import_module
-
-__version__ = "2.0.0"
-
-# Where a name of d2lpar lives. Those of __all__ come first, then names of the first edition.
-_NAMES = (
-    ("training", "train"),
-    ("data", "load_data_fashion_mnist"),
-    ("devices", "count_bytes try_all_gpus try_gpu"),
-    ("ranks", "launch"),
-    ("data_parallel", "DataParallel DataParallelCriterion DataParallelModel ChunkedLoss"),
-    ("data_parallel", "DistributedDataParallel DistributedSampler SyncBatchNorm"),
-    ("mixed_precision", "GradScaler autocast"),
-    ("sharding", "ShardedOptimizer fully_shard"),
-    ("pipeline", "DistributedPipeline Pipeline cut"),
-    ("tensor_parallel", "ColumnParallelLinear RowParallelLinear"),
+from . import ranks
+from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from .collectives import (
+    Move,
+    all_gather,
+    allreduce,
+    broadcast,
+    direct,
+    halving_doubling,
+    naive_allreduce,
+    recursive_doubling,
+    reduce_scatter,
+    ring,
+    ring_allreduce,
+    star,
+    tree,
+    verify_allreduce,
+    walk,
 )
-_EARLIER_NAMES = (
-    ("devices", "Ledger choose_devices to_device"),
-    ("data", "DataError read_idx"),
-    ("network", "init_params lenet loss sgd"),
-    ("checkpoint", "CheckpointError load_checkpoint save_checkpoint"),
-    ("collectives", "Move direct halving_doubling recursive_doubling ring star tree"),
-    ("collectives", "all_gather allreduce broadcast naive_allreduce reduce_scatter ring_allreduce"),
-    ("ranks", "MismatchError PeerError RankError"),
-    ("data_parallel", "NaiveDistributedDataParallel gather parallel_apply replicate scatter"),
-    ("mixed_precision", "initialize"),
-    ("pipeline", "Action SplitModel gpipe one_f_one_b sequential"),
-    ("tensor_parallel", "vocab_parallel_cross_entropy"),
-    ("training", "History accuracy get_params print_progress split_batch train_batch"),
+from .data import DataError, load_data_fashion_mnist
+from .data_parallel import (
+    ChunkedLoss,
+    DataParallel,
+    DataParallelCriterion,
+    DataParallelModel,
+    DistributedDataParallel,
+    DistributedSampler,
+    NaiveDistributedDataParallel,
+    SyncBatchNorm,
+    gather,
+    parallel_apply,
+    replicate,
+    scatter,
 )
-_ROOMS = ("collectives", "ranks", "data_parallel", "mixed_precision", "sharding", "pipeline")
-_ROOMS += ("tensor_parallel", "study", "plot")
-__all__ = [*_ROOMS, *(name for _, names in _NAMES for name in names.split())]
+from .devices import (
+    Ledger,
+    choose_devices,
+    count_bytes,
+    hardware,
+    to_device,
+    try_all_gpus,
+    try_gpu,
+)
+from .mixed_precision import GradScaler, MasterWeights, autocast, initialize
+from .network import init_params, lenet, loss, sgd
+from .pipeline import (
+    Action,
+    DistributedPipeline,
+    Pipeline,
+    SplitModel,
+    bubble,
+    check_pipeline,
+    cut,
+    gpipe,
+    one_f_one_b,
+    predict,
+    sequential,
+)
+from .ranks import MismatchError, PeerError, RankError, launch
+from .sharding import (
+    ShardedOptimizer,
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+    load_full_state_dict,
+)
+from .study.memory import peak_memory, saved_memory
+from .tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    vocab_parallel_cross_entropy,
+)
+from .training import History, accuracy, get_params, split_batch, train, train_batch
 
-
-def __getattr__(name: str):
-    if name in _ROOMS:
-        return import_module(f"{__name__}.{name}")
-    if name == "move":  # what to_device was called in the first edition
-        name = "to_device"
-    for home, names in _NAMES + _EARLIER_NAMES:
-        if name in names.split():
-            return getattr(import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__():
-    return [*__all__, "__version__"]
+__version__ = "3.0.dev0"

@@ -1,9 +1,10 @@
-"""Devices: GPUs where there are enough, else virtual ones; and tensors that move, counted.
+"""Devices: GPUs where there are enough, else virtual ones; and a ledger.
 
-A *position* is a place in a list of devices. The list may name one device several times: every
-position is then a virtual device, with its own tensors in a memory that all of them share. What
-travels between positions goes through ``to_device``, so that a ``Ledger`` can count it on a laptop
-as well as on eight GPUs. Notebook 02 uses this file.
+A *position* is a place in a list of devices. The list may name one device several
+times: every position is then a virtual device, with its own tensors in a memory that
+all of them share. What travels between positions goes through ``to_device``, so that a
+``Ledger`` can count it on a laptop as well as on eight GPUs. Notebook 02 uses this
+file.
 """
 
 import platform
@@ -23,16 +24,22 @@ import torch
 
 def try_gpu(i: int = 0) -> torch.device:
     """Return GPU number ``i`` if there is one, else the CPU."""
-    return torch.device("cuda", i) if 0 <= i < torch.cuda.device_count() else torch.device("cpu")
+    return (
+        torch.device("cuda", i)
+        if 0 <= i < torch.cuda.device_count()
+        else torch.device("cpu")
+    )
 
 
 def try_all_gpus() -> list[torch.device]:
-    """Return every GPU, or a list with the CPU alone where there is none: never an empty list."""
-    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [try_gpu()]
+    """Return every GPU, or a list with the CPU alone where there is none."""
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [
+        try_gpu()
+    ]
 
 
 def choose_devices(k: int) -> tuple[list[torch.device], str]:
-    """Return ``k`` devices, GPUs where there are as many, else virtual, and words that say which.
+    """Return ``k`` devices, real or virtual, and words that say which.
 
     Virtual devices take turns on what there is: 4 devices on 2 GPUs are two per GPU.
     """
@@ -44,19 +51,22 @@ def choose_devices(k: int) -> tuple[list[torch.device], str]:
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
-    """Return ``device`` as tensors name theirs, such as cuda:0; an int is the number of a GPU."""
+    """Return ``device`` as tensors name theirs, such as cuda:0; an int is a GPU."""
     try:
         return torch.empty(0, device=device).device
     except torch.OutOfMemoryError:  # it is there, and full
         raise
-    except (AssertionError, RuntimeError) as error:  # which of them depends on how torch was built
+    # which of them depends on how torch was built
+    except (AssertionError, RuntimeError) as error:
         gpus = f"GPUs 0 to {n - 1}" if (n := torch.cuda.device_count()) else "no GPU"
         problem = f"there is no device {device!r}: torch sees {gpus} here"
-        raise ValueError(f'{problem}. Use "cpu", which a list may name several times') from error
+        raise ValueError(
+            f'{problem}. Use "cpu", which a list may name several times'
+        ) from error
 
 
 def check_devices(devices: Sequence[torch.device]) -> list[torch.device]:
-    """Return ``devices`` as tensors name theirs; raise for an empty list and a missing device."""
+    """Return ``devices`` as tensors name theirs; raise for a missing device."""
     if isinstance(devices, (str, torch.device)):
         raise TypeError(f"devices must be a list of devices, not {devices!r}")
     if not devices:
@@ -73,20 +83,25 @@ def describe(devices: Sequence[torch.device]) -> str:
 
 
 def hardware() -> str:
-    """Name the machine's processors, to stand beside a timing: no timing means much without it."""
+    """Name the machine's processors, to stand beside a timing."""
     n = torch.get_num_threads()
     cores = f"{n} thread{'s' * (n > 1)} of {_processor()}"
-    names = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    names = Counter(
+        torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+    )
     gpus = [f"{count} x {name}" for name, count in names.items()]
     return ", ".join([*gpus, cores, f"torch {torch.__version__}"])
 
 
 def _processor() -> str:
     with suppress(OSError, subprocess.CalledProcessError):
-        if sys.platform == "darwin":  # where platform.processor() says no more than "arm"
+        # where platform.processor() says no more than "arm"
+        if sys.platform == "darwin":
             command = ["sysctl", "-n", "machdep.cpu.brand_string"]
             return subprocess.check_output(command, text=True).strip()
-        if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+        if found := re.search(
+            r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()
+        ):
             return found[1]
     return platform.processor() or platform.machine()
 
@@ -97,10 +112,11 @@ class Ledger:
     def __init__(self):
         self.bytes: Counter = Counter()
         self.messages: Counter = Counter()
-        self._lock = threading.Lock()  # one thread per device may write at the same time
+        # one thread per device may write at the same time
+        self._lock = threading.Lock()
 
     def record(self, src, dst, nbytes: int) -> None:
-        """Count one message of ``nbytes`` bytes from position ``src`` to position ``dst``."""
+        """Count a message of ``nbytes`` bytes from position ``src`` to ``dst``."""
         with self._lock:
             self.bytes[src, dst] += nbytes
             self.messages[src, dst] += 1
@@ -129,16 +145,22 @@ def count_bytes() -> Iterator[Ledger]:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Tensor:
-    """Return ``tensor`` on ``device``, on its way from position ``src`` to position ``dst``.
+    """Return ``tensor`` on ``device``, sent from position ``src`` to ``dst``.
 
-    Positions are ints, or "host" for the place where a batch comes from. Do not write to the
-    result: where both positions share one memory, it is the tensor itself or a view of it. The
-    ledger counts the message, and the gradient that a backward pass sends back to ``src``.
+    Positions are ints, or "host" for the place where a batch comes from. Do not write
+    to the result: where both positions share one memory, it is the tensor itself or a
+    view of it. The ledger counts the message, and the gradient that a backward pass
+    sends back to ``src``.
     """
     record_message(tensor, src, dst)
     there = tensor.to(device)
     ledger = _ledger.get()
-    if ledger is not None and src != dst and there.requires_grad and torch.is_grad_enabled():
+    if (
+        ledger is not None
+        and src != dst
+        and there.requires_grad
+        and torch.is_grad_enabled()
+    ):
         there = _WayBack.apply(there, partial(ledger.record, dst, src))
     return there
 
@@ -160,14 +182,14 @@ class _WayBack(torch.autograd.Function):
 
 
 def record_message(tensor: torch.Tensor, src, dst) -> None:
-    """Write into the ledger, where one is kept, that ``tensor`` goes from ``src`` to ``dst``."""
+    """Write into the ledger, if any, that ``tensor`` goes from ``src`` to ``dst``."""
     ledger = _ledger.get()
     if ledger is not None and src != dst:
         ledger.record(src, dst, num_bytes(tensor))
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a message that carries ``tensor``; a sparse one has indices, too."""
+    """Return the bytes of a message with ``tensor``; a sparse one has indices."""
     if tensor.is_sparse:
         tensor = tensor.coalesce()
         return num_bytes(tensor.indices()) + num_bytes(tensor.values())

@@ -1,4 +1,4 @@
-"""Arguments are checked once, at the entry: what comes after assumes that they are good."""
+"""Arguments are checked once, at the entry: what comes after assumes they are good."""
 
 import inspect
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from functools import wraps
 
 
 def checked(check: Callable[..., None]) -> Callable[[Callable], Callable]:
-    """Decorate a function so that each call begins with ``check``, given all arguments by name.
+    """Decorate a function so that ``check`` runs first, given all arguments by name.
 
     So a function reads as its algorithm, and its check stands beside it.
     """

@@ -1,11 +1,11 @@
 """Networks as lists of layers, to be cut: LeNet, a ResNet, a small transformer.
 
-Each is an ``nn.Sequential`` that takes one tensor and returns the logits. ``Copy`` and ``Sum`` do
-nothing: they mark where a split inside layers would send something (``tensor_parallel``'s
-``copy_to_group`` and ``reduce_from_group``). Notebook 05 is the first that uses it. The ResNet is
-He et al., "Deep Residual Learning for Image Recognition" (2016), with Dive into Deep Learning's
-stem for small images; the transformer is like GPT-2 (Radford et al., 2019), without dropout and
-with its own head.
+Each is an ``nn.Sequential`` that takes one tensor and returns the logits. ``Copy`` and
+``Sum`` do nothing: they mark where a split inside layers would send something
+(``tensor_parallel``'s ``copy_to_group`` and ``reduce_from_group``). Notebook 05 is the
+first that uses it. The ResNet is He et al., "Deep Residual Learning for Image
+Recognition" (2016), with Dive into Deep Learning's stem for small images; the
+transformer is like GPT-2 (Radford et al., 2019), without dropout and with its own head.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,19 @@ class Sum(nn.Identity):
     """Marks where the results of the parts are added up."""
 
 
-def lenet_layers(scale: float = 0.01, generator: torch.Generator | None = None) -> nn.Sequential:
-    """Return ``network.lenet`` as four layers: images (n, 1, 28, 28) to the same logits, (n, 10).
+def lenet_layers(
+    scale: float = 0.01, generator: torch.Generator | None = None
+) -> nn.Sequential:
+    """Return ``lenet`` as four layers: images (n, 1, 28, 28) to logits (n, 10).
 
     The parameters are those of ``init_params``, in their order and shapes.
     """
     W1, b1, W2, b2, W3, b3, W4, b4 = init_params(scale, generator)
-    crop, relu = nn.ZeroPad2d((0, -2, 0, -2)), partial(nn.ReLU, inplace=True)  # as fast as lenet
-    conv1 = nn.Sequential(crop, Copy(), Affine(F.conv2d, W1, b1), relu(), nn.AvgPool2d(2))
+    # as fast as lenet
+    crop, relu = nn.ZeroPad2d((0, -2, 0, -2)), partial(nn.ReLU, inplace=True)
+    conv1 = nn.Sequential(
+        crop, Copy(), Affine(F.conv2d, W1, b1), relu(), nn.AvgPool2d(2)
+    )
     conv2 = nn.Sequential(Affine(F.conv2d, W2, b2), Sum(), relu(), nn.AvgPool2d(2))
     linear1 = nn.Sequential(nn.Flatten(), Copy(), Affine(linear, W3, b3), relu())
     linear2 = nn.Sequential(Affine(linear, W4, b4), Sum())
@@ -53,30 +58,37 @@ class Affine(nn.Module):
 
 
 def linear(X: torch.Tensor, W: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``X @ W + b``, of shape (n, outputs): W is (inputs, outputs), unlike nn.Linear's."""
+    """Return ``X @ W + b``: W is of shape (inputs, outputs), unlike nn.Linear's."""
     return torch.addmm(b, X, W)
 
 
 def resnet(
-    widths: tuple[int, ...] = (64, 128, 256, 512), num_classes: int = 10, in_channels: int = 1
+    widths: tuple[int, ...] = (64, 128, 256, 512),
+    num_classes: int = 10,
+    in_channels: int = 1,
 ) -> nn.Sequential:
-    """Return a ResNet of two blocks for each of ``widths``: images to logits (n, num_classes).
+    """Return a ResNet, two blocks for each of ``widths``: images to their logits.
 
-    With the default widths it is ResNet-18, without normalisation in the shortcuts. The image is
-    halved before each width but the first.
+    With the default widths it is ResNet-18, without normalisation in the shortcuts. The
+    image is halved before each width but the first.
     """
     before = widths[0]
     convolution = nn.Conv2d(in_channels, before, 3, padding=1)
     layers = [nn.Sequential(convolution, nn.BatchNorm2d(before), nn.ReLU())]
     for i, width in enumerate(widths):
-        layers += [Residual(before, width, stride=2 if i else 1), Residual(width, width)]
+        layers += [
+            Residual(before, width, stride=2 if i else 1),
+            Residual(width, width),
+        ]
         before = width
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, num_classes))
+    head = nn.Sequential(
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, num_classes)
+    )
     return nn.Sequential(*layers, head)
 
 
 class Residual(nn.Module):
-    """Two convolutions, and the input added to what they return: (n, c, h, w) to the same."""
+    """Two convolutions, their output plus the input: (n, c, h, w) to the same."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1):
         super().__init__()
@@ -106,13 +118,15 @@ def transformer(
     length: int = 128,
 ) -> nn.Sequential:
     """Return a decoder: tokens (n, length) to logits (n, length, vocab_size)."""
-    head = nn.Sequential(nn.LayerNorm(width), Copy(), nn.Linear(width, vocab_size, bias=False))
+    head = nn.Sequential(
+        nn.LayerNorm(width), Copy(), nn.Linear(width, vocab_size, bias=False)
+    )
     blocks = [Block(width, num_heads) for _ in range(num_blocks)]
     return nn.Sequential(Embedding(vocab_size, width, length), *blocks, head)
 
 
 class Embedding(nn.Module):
-    """A vector for each token, and one for its position: (n, length) to (n, length, width)."""
+    """A vector per token and one per position: (n, length) to (n, length, width)."""
 
     def __init__(self, vocab_size: int, width: int, length: int):
         super().__init__()
@@ -125,7 +139,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, each with its input added: (n, length, width) to the same."""
+    """Causal attention and MLP, each plus its input: (n, length, width) to the same."""
 
     def __init__(self, width: int, num_heads: int):
         super().__init__()
@@ -141,7 +155,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each position looks at itself and those before it: (n, length, width) to the same."""
+    """Each position sees itself and those before it: (n, length, width) to the same."""
 
     def __init__(self, width: int, num_heads: int):
         super().__init__()
@@ -153,6 +167,7 @@ class Attention(nn.Module):
         """Return (n, length, width)."""
         n, length, width = X.shape
         heads = self.queries_keys_values(X).view(n, length, 3, self.num_heads, -1)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (n, num_heads, length, width / num_heads)
+        # each (n, num_heads, length, width / num_heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.output(mixed.transpose(1, 2).reshape(n, length, width))

@@ -1,8 +1,8 @@
 """LeNet from raw tensors: parameters, forward, loss, SGD.
 
-The network, its shapes and its names are those of Dive into Deep Learning, section "Training on
-Multiple GPUs"; LeNet is from LeCun et al., "Gradient-based learning applied to document
-recognition" (1998). Notebook 02 builds this file.
+The network, its shapes and its names are those of Dive into Deep Learning, section
+"Training on Multiple GPUs"; LeNet is from LeCun et al., "Gradient-based learning
+applied to document recognition" (1998). Notebook 02 builds this file.
 """
 
 import torch
@@ -10,23 +10,26 @@ from torch.nn import functional as F
 
 
 def init_params(scale=0.01, generator=None):
-    """Return ``[W1, b1, W2, b2, W3, b3, W4, b4]``: weights from N(0, scale²), biases zero.
+    """Return ``[W1, b1, …, W4, b4]``: weights N(0, scale²), biases zero.
 
-    Shapes: (20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,). The
-    gradients are off; ``get_params`` makes the copies that are trained. ``generator`` is a
-    ``torch.Generator``, None: torch's global one.
+    Shapes: (20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10),
+    (10,). The gradients are off; ``get_params`` makes the copies that are trained.
+    ``generator`` is a ``torch.Generator``, None: torch's global one.
     """
     shapes = (20, 1, 3, 3), (50, 20, 5, 5), (800, 128), (128, 10)
-    W1, W2, W3, W4 = (torch.randn(shape, generator=generator) * scale for shape in shapes)
+    W1, W2, W3, W4 = (
+        torch.randn(shape, generator=generator) * scale for shape in shapes
+    )
     b1, b2, b3, b4 = torch.zeros(20), torch.zeros(50), torch.zeros(128), torch.zeros(10)
     return [channels_last(W1), b1, channels_last(W2), b2, W3, b3, W4, b4]
 
 
 def channels_last(weight):
-    """Return the same numbers with the channels last in memory, which saves time on a CPU.
+    """Return the same numbers with channels last in memory, faster on a CPU.
 
-    ``weight.to(memory_format=torch.channels_last)`` would leave W1 alone, whose one input channel
-    fits either format, and it is the strides of W1 that choose the format of all that follows.
+    ``weight.to(memory_format=torch.channels_last)`` would leave W1 alone, whose one
+    input channel fits either format, and it is the strides of W1 that choose the format
+    of all that follows.
     """
     return torch.empty_like(weight, memory_format=torch.channels_last).copy_(weight)
 
@@ -42,13 +45,13 @@ def lenet(X, params):
 
 
 def loss(y_hat, y):
-    """Return the cross-entropy of each example, of shape (n,): neither summed nor averaged."""
+    """Return the cross-entropy of each example, (n,): neither summed nor averaged."""
     return F.cross_entropy(y_hat, y, reduction="none")
 
 
 @torch.no_grad()
 def sgd(params, lr, batch_size):
-    """Take one step in place: subtract lr / batch_size times the summed gradient, then clear it.
+    """Subtract lr / batch_size times the summed gradient in place, then clear it.
 
     ``batch_size`` counts the rows of the whole batch, over all devices.
     """

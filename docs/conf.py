@@ -1,23 +1,27 @@
-"""Sphinx's configuration: the book as a site. Run by tools/website.py; nothing is executed."""
+"""Sphinx's configuration, used by tools/website.py; nothing is executed."""
 
 import os
 import sys
 from pathlib import Path
 
 from docutils import nodes
+from PIL import Image
 from pydata_sphinx_theme.utils import get_theme_options_dict
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-import run_notebooks  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 import d2lpar  # noqa: E402
 
 project, author, release = "d2lpar", "The d2lpar authors", d2lpar.__version__
 project_copyright = "The d2lpar authors, MIT licence"
 language = "en"
-extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_nb",
+    "sphinx_copybutton",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+]
 
 nb_execution_mode = "off"
 nb_merge_streams = True
@@ -41,7 +45,9 @@ html_show_sourcelink = False
 html_use_index = html_domain_indices = False  # one can search
 html_copy_source = True  # what the download button hands out
 html_sourcelink_suffix = ""
-html_sidebars = {"**": ["navbar-logo.html", "search-field.html", "sbt-sidebar-nav.html"]}
+html_sidebars = {
+    "**": ["navbar-logo.html", "search-field.html", "sbt-sidebar-nav.html"]
+}
 html_theme_options = {
     "navbar_persistent": [],  # the sidebar has a field for searching, and one is enough
     "use_download_button": True,
@@ -67,17 +73,22 @@ if repository := os.environ.get("D2LPAR_REPOSITORY", "").rstrip("/"):
 
 
 def describe_figures(app, doctree) -> None:
-    """Give each drawing the words that stand in its own SVG: myst-nb has only its file's name."""
+    """Give each figure the words that it carries: d2lpar.plot puts them there."""
     for image in doctree.findall(nodes.image):
         path = Path(app.srcdir, image["uri"].lstrip("/"))
-        if path.suffix == ".svg" and path.is_file():
-            text = run_notebooks.alternative_text(path.read_text(encoding="utf-8"))
-            image["alt"] = text or image.get("alt", "")
+        if path.suffix == ".png" and path.is_file():
+            image["alt"] = Image.open(path).info.get(
+                "Description", image.get("alt", "")
+            )
 
 
 def leave_out_fields(app, what, name, obj, skip, options) -> bool | None:
-    """Leave out the fields of named tuples: they are in the signature, and say no more."""
-    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field") else None
+    """Leave out the fields of named tuples: they are in the signature."""
+    return (
+        True
+        if (getattr(obj, "__doc__", None) or "").startswith("Alias for field")
+        else None
+    )
 
 
 def offer_source(app, pagename, templatename, context, doctree) -> None:
@@ -89,6 +100,7 @@ def offer_source(app, pagename, templatename, context, doctree) -> None:
 
 def setup(app) -> None:
     """Called by Sphinx."""
-    app.connect("html-page-context", offer_source, priority=400)  # before the theme's own
+    # before the theme's own
+    app.connect("html-page-context", offer_source, priority=400)
     app.connect("autodoc-skip-member", leave_out_fields)
     app.connect("doctree-read", describe_figures)

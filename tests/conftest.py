@@ -1,7 +1,7 @@
 """What all tests share.
 
-GPU tests are skipped without a GPU, random tests are repeatable, and functions of a file of tests
-travel to ranks by value.
+GPU tests are skipped without a GPU, random tests are repeatable, and functions of a
+file of tests travel to ranks by value.
 """
 
 import cloudpickle
@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# No deadline per example: on a shared machine one of them is always slow. A whole test has one, of
-# tools/time_limit.py.
+# No deadline per example: on a shared machine one of them is always slow. A whole test
+# has one, of tools/time_limit.py.
 pytest_plugins = ["time_limit"]
 settings.register_profile(
     "d2lpar",
@@ -34,7 +34,8 @@ def seeded():
 
 def pytest_collection_modifyitems(items):
     for module in {helpers, *(item.module for item in items)}:
-        cloudpickle.register_pickle_by_value(module)  # ranks cannot import a file of tests
+        # ranks cannot import a file of tests
+        cloudpickle.register_pickle_by_value(module)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

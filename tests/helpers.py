@@ -1,4 +1,4 @@
-"""What tests of several rooms share. It travels to ranks by value, as the tests themselves do."""
+"""What tests of several rooms share. It travels to ranks by value, as the tests do."""
 
 import time
 from functools import cache, partial, wraps
@@ -36,7 +36,7 @@ def take(way, group=None):
 
 
 def attempt(call, *args, **kwargs):
-    """What an error is, says and names, and how long it took; "ok" and the result without one."""
+    """An error's type, text, peers and seconds; "ok" and the result without one."""
     begin = time.monotonic()
     try:
         result = call(*args, **kwargs)
@@ -48,14 +48,18 @@ def attempt(call, *args, **kwargs):
 
 def randn(*shape, seed=0, dtype=torch.float64):
     """The same random numbers everywhere."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=dtype
+    )
 
 
 def mlp(*widths, seed=0, dtype=torch.float64):
     """Linear layers with tanh between them, of the same weights everywhere."""
     torch.manual_seed(seed)
     layers = [nn.Linear(a, b, dtype=dtype) for a, b in pairwise(widths)]
-    return nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())][:-1])
+    return nn.Sequential(
+        *[part for layer in layers for part in (layer, nn.Tanh())][:-1]
+    )
 
 
 def grads(module):
@@ -70,14 +74,14 @@ def distance(ours, theirs):
 
 
 def loss_and_grads(model, criterion, X, y):
-    """The loss of a model on one device, and its gradients, added to those already there."""
+    """The loss of a model on one device, and its gradients, added to those there."""
     loss = criterion(model(X), y)
     loss.backward()
     return loss.detach(), grads(model)
 
 
 def everyones(value, group=None):
-    """All ranks' values, by torch's own collective: what is tested is not what tells."""
+    """All ranks' values, by torch's own collective: ours is what is tested."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
@@ -89,12 +93,14 @@ def clones(tensors):
 
 
 def attempts(rank, world_size, checks):
-    """For ``launch``: call ``check(rank, world_size)`` for one after the other in these ranks."""
-    return {name: attempt(check, rank, world_size)[:2] for name, check in checks.items()}
+    """For ``launch``: call each ``check(rank, world_size)`` in turn in these ranks."""
+    return {
+        name: attempt(check, rank, world_size)[:2] for name, check in checks.items()
+    }
 
 
 def linear():
-    """The smallest model: its gradient is rank + 1 on ``rows(rank)``, ``MEAN`` over two ranks."""
+    """The smallest model: gradient rank + 1 on ``rows(rank)``, ``MEAN`` over two."""
     layer = nn.Linear(1, 1, bias=False)
     nn.init.ones_(layer.weight)
     return layer
@@ -136,20 +142,33 @@ def frozen():
 def of_tokens():
     """A model of three whole numbers, 0 to 10."""
     torch.manual_seed(0)
-    layers = nn.Embedding(11, 6), nn.Flatten(), nn.Linear(18, 7), nn.Tanh(), nn.Linear(7, 5)
+    layers = (
+        nn.Embedding(11, 6),
+        nn.Flatten(),
+        nn.Linear(18, 7),
+        nn.Tanh(),
+        nn.Linear(7, 5),
+    )
     return nn.Sequential(*layers).double()
 
 
 def breaks(layer):
     """Let backward break off behind a layer, by a ZeroDivisionError."""
     return layer.register_forward_hook(
-        lambda module, inputs, output: (output.register_hook(lambda grad: 1 / 0), output)[1]
+        lambda module, inputs, output: (
+            output.register_hook(lambda grad: 1 / 0),
+            output,
+        )[1]
     )
 
 
 def on_ranks(world_size, checks):
-    """A test for each check(rank, world_size), listed or named in a dict; all run in one launch."""
-    by_name = checks if isinstance(checks, dict) else {check.__name__: check for check in checks}
+    """A test for each check(rank, world_size) of a list or dict; all in one launch."""
+    by_name = (
+        checks
+        if isinstance(checks, dict)
+        else {check.__name__: check for check in checks}
+    )
     found = cache(lambda: launch(attempts, world_size, by_name, timeout=LIMIT))
 
     @pytest.mark.parametrize("name", by_name)
@@ -168,13 +187,15 @@ def transport_of(group=None, way="lanes"):
 
 
 def in_ranks(world_size=None):
-    """Make a test of a function that begins with (rank, k): k ranks run it, and assert in there.
+    """Make a test of a function of (rank, k), ...: k ranks run it and assert in there.
 
     Without a number, k is a parameter of the test.
     """
 
     def decorate(function):
-        parameters = [*signature(function).parameters.values()][1 if world_size is None else 2 :]
+        parameters = [*signature(function).parameters.values()][
+            1 if world_size is None else 2 :
+        ]
 
         @wraps(function)
         def test(**fixtures):

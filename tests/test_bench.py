@@ -1,4 +1,4 @@
-"""The benchmarks' verdicts, and the table of goals that ends ``make bench``. Nothing is timed."""
+"""The benchmarks' verdicts, and the goals that end ``make bench``; nothing is timed."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,8 @@ def test_a_goal_is_met_or_missed(capsys):
     for value, goal, again, at_least, verdict in (
         (0.9, 1.0, 1.0, False, "met"),
         (1.05, 1.0, 1.08, False, "met within noise"),
-        (1.05, 1.0, 0.93, False, "met within noise"),  # the reference was as far off, below
+        # the reference was as far off, below
+        (1.05, 1.0, 0.93, False, "met within noise"),
         (1.05, 1.0, 1.02, False, "MISSED"),
         (1.4, 1.5, 1.0, True, "MISSED"),
         (1.4, 1.5, 1.1, True, "met within noise"),
@@ -21,17 +22,29 @@ def test_a_goal_is_met_or_missed(capsys):
     ):
         timing.print_goal("a : b", value, goal, again, at_least)
         line = capsys.readouterr().out
-        assert line.startswith(f"{bench.GOAL}{verdict:16}") and line.endswith(" a : b\n")
+        assert line.startswith(f"{bench.GOAL}{verdict:16}") and line.endswith(
+            " a : b\n"
+        )
         assert ("0.50 to 2.00" in line) == isinstance(value, tuple)
         assert (">= 1.50" if at_least else "<= 1.00") in line
 
 
 def test_ratios_are_taken_round_by_round_against_the_reference(capsys):
-    seconds = {"b": [1.0, 2.0, 4.0], timing.AGAIN: [1.1, 2.2, 4.4], "a": [2.1, 4.2, 8.4]}
+    seconds = {
+        "b": [1.0, 2.0, 4.0],
+        timing.AGAIN: [1.1, 2.2, 4.4],
+        "a": [2.1, 4.2, 8.4],
+    }
     timing.print_ratios("Title", seconds, "b", {"a": 2.0, timing.AGAIN: 1.0})
-    goals = [line for line in capsys.readouterr().out.splitlines() if line.startswith(bench.GOAL)]
+    goals = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(bench.GOAL)
+    ]
     assert len(goals) == 2
-    assert "met within noise  2.10" in goals[0] and "itself 1.10  Title: a : b" in goals[0]
+    assert (
+        "met within noise  2.10" in goals[0] and "itself 1.10  Title: a : b" in goals[0]
+    )
 
 
 def test_the_table_has_all_goals_of_all_scripts(tmp_path, monkeypatch, capfd):

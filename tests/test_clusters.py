@@ -1,4 +1,4 @@
-"""The files for schedulers are sound, and say what torchrun and the training script understand."""
+"""The schedulers' files are sound, in words that torchrun and our script understand."""
 
 import os
 import re
@@ -20,7 +20,8 @@ LIMIT = 60  # seconds for what takes a moment
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 SCONTROL = """\
-if [ "$1" = show ]; then echo node1; sleep 0.1; echo node2; else echo "$@" >> "$LOG/scontrol"; fi
+if [ "$1" = show ]; then echo node1; sleep 0.1; echo node2; \
+else echo "$@" >> "$LOG/scontrol"; fi
 """
 ON_TWO_NODES = """\
 while [[ $1 == --* ]]; do echo "$1" >> "$LOG/srun"; shift; done
@@ -40,25 +41,31 @@ exit 7
 
 
 def command_line(words):
-    """What torchrun and the training script take from a command line; they refuse what is wrong."""
+    """What torchrun and the training script take; they refuse what is wrong."""
     launch = get_args_parser().parse_args(words)
     assert launch.module and launch.training_script == "d2lpar.train_ddp"
     return launch, arguments(launch.training_script_args)
 
 
 def submit(folder, srun, *options, **variables):
-    """Start the batch script as Slurm would, with stand-ins for the commands that it calls."""
+    """Start the batch script as Slurm would, with stand-ins for what it calls."""
     (folder / "bin").mkdir()
     for name, lines in (("scontrol", SCONTROL), ("srun", srun), ("torchrun", TORCHRUN)):
         path = folder / "bin" / name
         path.write_text(f"#!/usr/bin/env bash\n{lines}")
         path.chmod(0o755)
-    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "lenet", "SLURM_JOB_NODELIST": "node[1-2]"}
+    job = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "lenet",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+    }
     job |= {"SLURM_SUBMIT_DIR": "/shared/here", "SLURM_JOB_NUM_NODES": "2"}
     job |= {"SLURM_CPUS_PER_TASK": "4", "LOG": str(folder)}
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, **job, **variables, "PATH": path}
-    return subprocess.Popen(["bash", str(BATCH), *options], env=environment, process_group=0)
+    return subprocess.Popen(
+        ["bash", str(BATCH), *options], env=environment, process_group=0
+    )
 
 
 def wait_for(condition):
@@ -73,7 +80,9 @@ def test_bash_and_shellcheck_have_no_complaint():
     subprocess.run(["bash", "-n", str(BATCH)], check=True, timeout=LIMIT)
     if shutil.which("shellcheck") is None:
         pytest.skip("needs shellcheck")
-    done = subprocess.run(["shellcheck", str(BATCH)], capture_output=True, timeout=LIMIT)
+    done = subprocess.run(
+        ["shellcheck", str(BATCH)], capture_output=True, timeout=LIMIT
+    )
     assert done.returncode == 0, done.stdout.decode()
 
 
@@ -85,8 +94,10 @@ def test_what_slurm_reads_stands_before_the_first_command():
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", comments, flags=re.M))
     assert len(options) == comments.count("\n#SBATCH ")
     assert options["ntasks-per-node"] == "1"  # one torchrun, and not one per rank
-    assert options["open-mode"] == "append"  # or a job that runs again would empty its own log
-    assert "requeue" in options and options["signal"].startswith("B:USR1@")  # B: to the script
+    # or a job that runs again would empty its own log
+    assert options["open-mode"] == "append"
+    # B: to the script
+    assert "requeue" in options and options["signal"].startswith("B:USR1@")
 
 
 @needs_bash
@@ -101,8 +112,13 @@ def test_the_batch_script_starts_one_torchrun_per_node(tmp_path, code):
     assert (first.node_rank, second.node_rank) == (0, 1) and training == same
     second.node_rank = first.node_rank
     assert first == second
-    assert (first.nnodes, first.nproc_per_node, first.master_addr) == ("2", "2", "node1")
-    assert 1024 <= first.master_port < 32768  # below those that the kernel gives to others
+    assert (first.nnodes, first.nproc_per_node, first.master_addr) == (
+        "2",
+        "2",
+        "node1",
+    )
+    # below those that the kernel gives to others
+    assert 1024 <= first.master_port < 32768
     assert training.resume_if_there and training.epochs == 3  # the user's options count
     assert training.checkpoint == "/other place/net"
     assert {"--kill-on-bad-exit=1", "--cpus-per-task=4"} <= set(
@@ -142,11 +158,20 @@ def test_the_manifest_is_a_pytorchjob():
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     spec = job["spec"]
-    assert set(spec) <= {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
+    assert set(spec) <= {
+        "elasticPolicy",
+        "nprocPerNode",
+        "pytorchReplicaSpecs",
+        "runPolicy",
+    }
     assert isinstance(spec["nprocPerNode"], str)
-    known = "activeDeadlineSeconds backoffLimit cleanPodPolicy managedBy schedulingPolicy suspend"
+    known = (
+        "activeDeadlineSeconds backoffLimit cleanPodPolicy managedBy schedulingPolicy"
+        " suspend"
+    )
     assert set(spec["runPolicy"]) <= {*known.split(), "ttlSecondsAfterFinished"}
-    assert spec["runPolicy"]["cleanPodPolicy"] == "Running"  # the default leaves them waiting
+    # the default leaves them waiting
+    assert spec["runPolicy"]["cleanPodPolicy"] == "Running"
     replicas = spec["pytorchReplicaSpecs"]
     assert set(replicas) == {"Master", "Worker"} and replicas["Master"]["replicas"] == 1
     for replica in replicas.values():
@@ -164,9 +189,16 @@ def test_the_manifest_is_a_pytorchjob():
         assert all(isinstance(variable["value"], str) for variable in container["env"])
 
 
-def test_the_command_of_the_manifest_is_one_that_torchrun_and_the_script_know(monkeypatch):
+def test_the_command_of_the_manifest_is_one_that_torchrun_and_the_script_know(
+    monkeypatch,
+):
     job = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
-    settings = {"NNODES": "2", "NPROC_PER_NODE": "2", "NODE_RANK": "1", "MASTER_PORT": "23456"}
+    settings = {
+        "NNODES": "2",
+        "NPROC_PER_NODE": "2",
+        "NODE_RANK": "1",
+        "MASTER_PORT": "23456",
+    }
     for name, value in settings.items():  # as the operator does
         monkeypatch.setenv(f"PET_{name}", value)
     monkeypatch.setenv("PET_MASTER_ADDR", "lenet-master-0")

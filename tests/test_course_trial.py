@@ -1,4 +1,4 @@
-"""nbgrader hands out what we do, and gives each kind of student the points that are due."""
+"""nbgrader hands out what we do, and gives each kind of student the points due."""
 
 from importlib.util import find_spec
 
@@ -9,7 +9,8 @@ import pytest
 
 NAME = "03_allreduce"
 needs_nbgrader = pytest.mark.skipif(
-    find_spec("nbgrader") is None, reason="needs nbgrader: make course-trial installs it"
+    find_spec("nbgrader") is None,
+    reason="needs nbgrader: make course-trial installs it",
 )
 
 
@@ -20,11 +21,13 @@ def test_nbgrader_hands_out_our_cells_and_grades_the_checks(capsys):
 
 
 def grader(scores, changed=""):
-    """A stand-in for nbgrader, which gives these scores, and changes a cell that it hands out."""
+    """A stand-in for nbgrader that gives these scores and changes a cell handed out."""
 
     def run(course, command, *arguments):
         if command == "generate_assignment":
-            nb = exercises.student(course_trial.read(course / "source" / NAME / f"{NAME}.ipynb"))
+            nb = exercises.student(
+                course_trial.read(course / "source" / NAME / f"{NAME}.ipynb")
+            )
             for cell in nb.cells:
                 cell.source += "#" * (cell.id == changed)
             target = course / "release" / NAME / f"{NAME}.ipynb"
@@ -62,10 +65,18 @@ def test_students_hand_in_what_their_names_say():
     released = exercises.student(course_trial.read(exercises.MASTERS / f"{NAME}.ipynb"))
     handed_in = course_trial.submissions(NAME, released)
     stubs = {
-        student: sum(exercises.STUB in cell.source for cell in nb.cells if cell.cell_type == "code")
+        student: sum(
+            exercises.STUB in cell.source
+            for cell in nb.cells
+            if cell.cell_type == "code"
+        )
         for student, nb in handed_in.items()
     }
-    assert stubs["blank"] == stubs["forged"] >= 6 and stubs["solved"] == stubs["own"] == 0
-    checks = [c.source for c in handed_in["forged"].cells if exercises.role(c) == "check"]
+    assert (
+        stubs["blank"] == stubs["forged"] >= 6 and stubs["solved"] == stubs["own"] == 0
+    )
+    checks = [
+        c.source for c in handed_in["forged"].cells if exercises.role(c) == "check"
+    ]
     assert checks == [course_trial.FORGED] * 6
     assert handed_in["blank"] == released

@@ -1,4 +1,4 @@
-"""Data that are not those that were published are refused; minibatches have every example once."""
+"""Data other than those published are refused; minibatches have all examples once."""
 
 import contextlib
 import gzip
@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from d2lpar import DataError, data, load_data_fashion_mnist, read_idx
-from d2lpar.data import Minibatches
+from d2lpar import DataError, data, load_data_fashion_mnist
+from d2lpar.data import Minibatches, read_idx
 
 IMAGES = torch.arange(2 * 3 * 4, dtype=torch.uint8).reshape(2, 3, 4)
 
@@ -56,11 +56,13 @@ def test_reads_what_was_written(tmp_path, shape):
 
 
 def test_each_wrong_content_is_named(tmp_path):
-    huge = b"\0\0\x08\3" + struct.pack(">3I", *[2**32 - 1] * 3)  # and no memory is asked for
+    # and no memory is asked for
+    huge = b"\0\0\x08\3" + struct.pack(">3I", *[2**32 - 1] * 3)
     for content, words in (
         (b"", "starts with nothing"),
         (b"PK\3\4 zip", "starts with 50 4b 03 04, where IDX has 00 00 08"),
-        (b"\0\0\x0d\1" + struct.pack(">If", 1, 0.5), "starts with 00 00 0d 01"),  # of floats
+        # of floats
+        (b"\0\0\x0d\1" + struct.pack(">If", 1, 0.5), "starts with 00 00 0d 01"),
         (b"\0\0\x08\0", "0 dimensions: images have 3, labels 1"),
         (b"\0\0\x08\4" + struct.pack(">4I", 1, 1, 1, 1) + b"x", "4 dimensions"),
         (CONTENT[:9], "cut short, within its dimensions"),
@@ -75,7 +77,8 @@ def test_each_wrong_content_is_named(tmp_path):
 
 def test_a_place_that_is_no_file_is_named(tmp_path):
     refused(
-        tmp_path / "nothing", "no such file. Fetch the four files into data/ with python -m d2lpar"
+        tmp_path / "nothing",
+        "no such file. Fetch the four files into data/ with python -m d2lpar",
     )
     refused(tmp_path, "this is a folder")
     os.mkfifo(tmp_path / "pipe")  # and is not waited for
@@ -85,8 +88,13 @@ def test_a_place_that_is_no_file_is_named(tmp_path):
 def test_no_truncation_and_no_flipped_bit_changes_what_is_read(tmp_path):
     for content in (CONTENT, ZIPPED):
         for length in range(len(content)):
-            refused(write(tmp_path / "x", content[:length]), "Restore it (git checkout data/)")
-    refused(write(tmp_path / "x", CONTENT), f"is {DIGEST}, not {'0' * 64}", sha256="0" * 64)
+            refused(
+                write(tmp_path / "x", content[:length]),
+                "Restore it (git checkout data/)",
+            )
+    refused(
+        write(tmp_path / "x", CONTENT), f"is {DIGEST}, not {'0' * 64}", sha256="0" * 64
+    )
     refusals = 0
     for i in range(len(ZIPPED) * 8):
         flipped = bytearray(ZIPPED)
@@ -117,7 +125,7 @@ def test_each_of_the_four_files_has_its_checksum(tmp_path, monkeypatch):
 
 
 def test_where_the_data_are_looked_for(tmp_path, monkeypatch):
-    """Root, then D2LPAR_DATA, then the repository, then the folder one works in, or its parent."""
+    """Root, D2LPAR_DATA, the repository, the folder one works in, then its parent."""
     monkeypatch.setenv("D2LPAR_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="nowhere"):
         load_data_fashion_mnist(16)
@@ -134,7 +142,14 @@ def test_where_the_data_are_looked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "__file__", str(installed / "d2lpar" / "data.py"))
     with pytest.raises(DataError) as error:
         load_data_fashion_mnist(16)
-    places = [str(installed / "data"), "data", "../data", "root=", "D2LPAR_DATA", "--download"]
+    places = [
+        str(installed / "data"),
+        "data",
+        "../data",
+        "root=",
+        "D2LPAR_DATA",
+        "--download",
+    ]
     assert all(place in str(error.value) for place in places)
     os.symlink(repository, tmp_path / "course" / "data")
     for folder in (notebooks, notebooks.parent):
@@ -144,7 +159,9 @@ def test_where_the_data_are_looked_for(tmp_path, monkeypatch):
 
 def test_fashion_mnist_is_whole():
     train_iter, test_iter = load_data_fashion_mnist(256, device="cpu")
-    assert train_iter.labels.bincount().tolist() == [6_000] * 10 and len(train_iter) == 235
+    assert (
+        train_iter.labels.bincount().tolist() == [6_000] * 10 and len(train_iter) == 235
+    )
     batches = list(test_iter)
     assert len(batches) == len(test_iter) == 40 and len(batches[-1][0]) == 10_000 % 256
     assert torch.cat([y for _, y in batches]).bincount().tolist() == [1_000] * 10
@@ -155,17 +172,27 @@ def test_fashion_mnist_is_whole():
 
 
 def test_each_pass_has_every_example_once_in_another_order():
-    images = torch.arange(1000).remainder(256).to(torch.uint8).reshape(-1, 1, 1).repeat(1, 2, 2)
+    images = (
+        torch.arange(1000)
+        .remainder(256)
+        .to(torch.uint8)
+        .reshape(-1, 1, 1)
+        .repeat(1, 2, 2)
+    )
     batches = Minibatches(images, torch.arange(1000), 64, seed=3)
     passes = [torch.cat([y for _, y in batches]) for _ in range(3)]
     both = [(a, b) for (_, a), (_, b) in zip(batches, batches, strict=True)]  # at once
     passes += [torch.cat(side) for side in zip(*both, strict=True)]
     for i, order in enumerate(passes):
         assert torch.equal(order.sort().values, torch.arange(1000))
-        assert not any(torch.equal(order, other) for other in [*passes[:i], torch.arange(1000)])
+        assert not any(
+            torch.equal(order, other) for other in [*passes[:i], torch.arange(1000)]
+        )
     for X, y in batches:  # images and labels stay together
         assert torch.equal((X[:, 0, 0, 0] * 255).round().long(), y % 256)
-    loads = [load_data_fashion_mnist(64, seed=seed, device="cpu")[0] for seed in (0, 0, 1)]
+    loads = [
+        load_data_fashion_mnist(64, seed=seed, device="cpu")[0] for seed in (0, 0, 1)
+    ]
     one, again, other = (next(iter(batches))[1].tolist() for batches in loads)
     assert one == again != other
 
@@ -183,7 +210,7 @@ def test_odd_numbers_of_examples():
 
 
 class Server(ThreadingHTTPServer):
-    """Hands out ``files``, by name; ``cut``: so many bytes per answer, after which it hangs up."""
+    """Hands out ``files`` by name; hangs up after ``cut`` bytes of an answer."""
 
     daemon_threads = True  # one that stalls is not waited for
 
@@ -213,7 +240,11 @@ class Handler(BaseHTTPRequestHandler):
         server.asked.append((self.path[1:], wanted))
         if content is None:
             return self.send_error(404)
-        first = int(wanted.removeprefix("bytes=").removesuffix("-") or 0) if server.ranges else 0
+        first = (
+            int(wanted.removeprefix("bytes=").removesuffix("-") or 0)
+            if server.ranges
+            else 0
+        )
         if wanted and first >= len(content):
             return self.send_error(416)
         self.send_response(206 if server.ranges and wanted else 200)
@@ -230,12 +261,18 @@ def set_up(monkeypatch):
     """Let the data set be four small files; return their bytes, by name."""
     random = torch.Generator().manual_seed(0)
     tensors = [torch.randint(256, (100, 20, 20), generator=random) for _ in data.FILES]
-    contents = {name: idx(tensor) for name, tensor in zip(data.FILES, tensors, strict=True)}
-    sums = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    contents = {
+        name: idx(tensor) for name, tensor in zip(data.FILES, tensors, strict=True)
+    }
+    sums = {
+        name: hashlib.sha256(content).hexdigest() for name, content in contents.items()
+    }
     monkeypatch.setattr(data, "FILES", sums)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("D2LPAR_DATA", raising=False)
-    return {f"{name}-ubyte.gz": gzip.compress(content) for name, content in contents.items()}
+    return {
+        f"{name}-ubyte.gz": gzip.compress(content) for name, content in contents.items()
+    }
 
 
 def whole(folder, files):
@@ -253,20 +290,28 @@ def fails(words, *args, **kwargs):
 FIRST = "train-images-idx3-ubyte.gz"
 
 
-def test_a_download_fetches_what_is_missing_or_wrong_and_nothing_else(tmp_path, monkeypatch):
+def test_a_download_fetches_what_is_missing_or_wrong_and_nothing_else(
+    tmp_path, monkeypatch
+):
     files = set_up(monkeypatch)
-    monkeypatch.setattr(data, "__file__", str(tmp_path / "installed" / "d2lpar" / "data.py"))
+    monkeypatch.setattr(
+        data, "__file__", str(tmp_path / "installed" / "d2lpar" / "data.py")
+    )
     monkeypatch.chdir(tmp_path)
     with Server(files) as server:
-        assert data.download(address=server.address) == Path("data")  # where it is looked for
+        # where it is looked for
+        assert data.download(address=server.address) == Path("data")
         assert whole(tmp_path / "data", files) and data._find_data() == Path("data")
         assert server.asked == [(name, "") for name in files]
-        server.files = files | {f"mirror/{name}": content for name, content in files.items()}
+        server.files = files | {
+            f"mirror/{name}": content for name, content in files.items()
+        }
         monkeypatch.setenv("D2LPAR_DATA", str(tmp_path / "else" / "where"))
         data.download(address=f"{server.address}/mirror/")
         assert whole(tmp_path / "else" / "where", files)
         *_, other, last = files
-        write(tmp_path / "data" / other, gzip.compress(idx(IMAGES)))  # whole, and not the one
+        # whole, and not the one
+        write(tmp_path / "data" / other, gzip.compress(idx(IMAGES)))
         (tmp_path / "data" / last).unlink()
         server.asked.clear()
         data.download("data", server.address)
@@ -275,12 +320,16 @@ def test_a_download_fetches_what_is_missing_or_wrong_and_nothing_else(tmp_path, 
 
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "no_ranges"])
-def test_a_download_that_was_cut_goes_on_where_it_stopped(tmp_path, monkeypatch, ranges):
+def test_a_download_that_was_cut_goes_on_where_it_stopped(
+    tmp_path, monkeypatch, ranges
+):
     files = set_up(monkeypatch)
     with Server(files, cut=9_000) as server:
         left = len(files[FIRST]) - 9_000
         fails(
-            [FIRST, server.address, f"{left} bytes too early", "goes on"], tmp_path, server.address
+            [FIRST, server.address, f"{left} bytes too early", "goes on"],
+            tmp_path,
+            server.address,
         )
     part = tmp_path / f"{FIRST}.part"
     assert whole(tmp_path, {part.name: files[FIRST][:9_000]})
@@ -295,7 +344,10 @@ def test_a_part_that_is_too_long_starts_again(tmp_path, monkeypatch):
     write(tmp_path / f"{FIRST}.part", files[FIRST] + b"and more")
     with Server(files) as server:
         data.download(tmp_path, server.address)
-    assert [wanted for _, wanted in server.asked[:2]] == [f"bytes={len(files[FIRST]) + 8}-", ""]
+    assert [wanted for _, wanted in server.asked[:2]] == [
+        f"bytes={len(files[FIRST]) + 8}-",
+        "",
+    ]
     assert whole(tmp_path, files)
 
 
@@ -314,16 +366,24 @@ def test_what_is_not_the_file_never_takes_its_place(tmp_path, monkeypatch, chunk
     ):
         with Server({FIRST: content}, chunked=chunked) as server:
             fails([FIRST, server.address, words, "--from"], tmp_path, server.address)
-        assert whole(tmp_path, {FIRST: old.read_bytes()}) and old.read_bytes().startswith(b"an old")
+        assert whole(
+            tmp_path, {FIRST: old.read_bytes()}
+        ) and old.read_bytes().startswith(b"an old")
 
 
 def test_a_server_that_has_nothing_or_says_nothing_is_named(tmp_path, monkeypatch):
     files = set_up(monkeypatch)
     with Server({}) as server:
-        words = [FIRST, f"{server.address}/{FIRST} answers 404 (Not Found)", "--from ADDRESS"]
+        words = [
+            FIRST,
+            f"{server.address}/{FIRST} answers 404 (Not Found)",
+            "--from ADDRESS",
+        ]
         fails(words, tmp_path / "new", server.address)
     assert not (tmp_path / "new").exists()
-    fails([FIRST, server.address, "Connection refused", "proxy"], tmp_path, server.address)
+    fails(
+        [FIRST, server.address, "Connection refused", "proxy"], tmp_path, server.address
+    )
     with Server(files, cut=9_000, stalls=True) as server:
         fails([FIRST, "timed out", "goes on"], tmp_path, server.address, timeout=0.3)
     with socket.create_server(("127.0.0.1", 0)) as mute:  # which never answers
@@ -342,19 +402,29 @@ def test_a_disk_that_is_full_is_named(tmp_path, monkeypatch):
         fails(words, tmp_path / "data", server.address)
         if os.path.exists("/dev/full"):
             os.symlink("/dev/full", tmp_path / f"{FIRST}.part")
-            fails(["cannot be written (No space left", "Make room"], tmp_path, server.address)
+            fails(
+                ["cannot be written (No space left", "Make room"],
+                tmp_path,
+                server.address,
+            )
     assert not (tmp_path / FIRST).exists()
 
 
 def test_the_command_fetches_checks_and_can_be_interrupted(tmp_path):
-    """In a process of its own, with the real files; and Python has nothing to warn of."""
+    """In its own process, with the real files; and Python has nothing to warn of."""
     repository = Path(data.__file__).parents[1]
-    files = {path.name: path.read_bytes() for path in (repository / "data").glob("*.gz")}
+    files = {
+        path.name: path.read_bytes() for path in (repository / "data").glob("*.gz")
+    }
     environment = {k: v for k, v in os.environ.items() if k != "D2LPAR_DATA"}
-    environment |= {"PYTHONPATH": str(repository), "no_proxy": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    environment |= {
+        "PYTHONPATH": str(repository),
+        "no_proxy": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+    }
 
     def command(*options):
-        words = [sys.executable, "-W", "error", "-m", "d2lpar.data", *options]
+        words = [sys.executable, "-W", "error", "-m", "d2lpar", *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         # What a shell starts in the background inherits that an interrupt is ignored.
         inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -375,7 +445,9 @@ def test_the_command_fetches_checks_and_can_be_interrupted(tmp_path):
     assert "goes on where this stopped" in warned
     assert "Traceback" not in warned
     with Server(files) as server:
-        said, warned = command("--download", "--from", server.address).communicate(timeout=100)
+        said, warned = command("--download", "--from", server.address).communicate(
+            timeout=100
+        )
     assert (said, warned) == ("data: the four files are there, and right\n", "")
     assert server.asked[0][1].startswith("bytes=") and whole(tmp_path / "data", files)
 
@@ -387,7 +459,8 @@ def test_the_command_without_an_option_asks_nobody(tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit) as stopped:
         data.main([])
     words = (
-        f"d2lpar.data: {tmp_path / FIRST}: there is no such file. Fetch the four files into data/"
+        f"d2lpar: {tmp_path / FIRST}: there is no such file. Fetch the four files"
+        " into data/"
     )
     assert stopped.value.code.startswith(words) and capsys.readouterr().out == ""
 

@@ -11,7 +11,15 @@ import torch
 from torch.nn import functional as F
 
 import d2lpar
-from d2lpar import Ledger, choose_devices, count_bytes, devices, to_device, try_all_gpus, try_gpu
+from d2lpar import (
+    Ledger,
+    choose_devices,
+    count_bytes,
+    devices,
+    to_device,
+    try_all_gpus,
+    try_gpu,
+)
 from d2lpar.checkpoint import load_checkpoint
 from d2lpar.devices import as_device, check_devices, describe, hardware, num_bytes
 from d2lpar.study.memory import peak_memory
@@ -33,11 +41,18 @@ def test_gpus_are_used_where_there_are_enough_and_else_the_cpu(monkeypatch):
     assert [try_gpu(i) for i in (1, 2, -1)] == [gpus[1], CPU, CPU]
     assert try_all_gpus() == gpus
     assert choose_devices(2) == (gpus, "cuda:0, cuda:1")
-    assert choose_devices(3) == ([*gpus, gpus[0]], "3 virtual devices on cuda:0, cuda:1")
+    assert choose_devices(3) == (
+        [*gpus, gpus[0]],
+        "3 virtual devices on cuda:0, cuda:1",
+    )
 
 
-@pytest.mark.parametrize("device", ["cuda:7", torch.device("cuda", 7), 7, "no_such_kind"])
-def test_a_device_that_is_not_there_is_named_wherever_devices_are_given(monkeypatch, device):
+@pytest.mark.parametrize(
+    "device", ["cuda:7", torch.device("cuda", 7), 7, "no_such_kind"]
+)
+def test_a_device_that_is_not_there_is_named_wherever_devices_are_given(
+    monkeypatch, device
+):
     pretend_gpus(monkeypatch, 0)
     linear, X = torch.nn.Linear(2, 2), torch.ones(4, 2)
     for use in (
@@ -52,7 +67,9 @@ def test_a_device_that_is_not_there_is_named_wherever_devices_are_given(monkeypa
         lambda: d2lpar.get_params(list(linear.parameters()), device),
         lambda: d2lpar.split_batch(X, X, ["cpu", device]),
     ):
-        with pytest.raises(ValueError, match=r"there is no device .* sees no GPU") as error:
+        with pytest.raises(
+            ValueError, match=r"there is no device .* sees no GPU"
+        ) as error:
             use()
         assert repr(device) in str(error.value)
 
@@ -63,14 +80,19 @@ def test_a_device_that_is_there_is_named_as_tensors_name_it(monkeypatch):
     for call, error, words in (
         (lambda: as_device("cuda:7"), ValueError, "torch sees GPUs 0 to 1"),
         (lambda: choose_devices("2"), ValueError, "must be a positive int, not '2'"),
-        (lambda: check_devices("cpu"), TypeError, "must be a list of devices, not 'cpu'"),
+        (
+            lambda: check_devices("cpu"),
+            TypeError,
+            "must be a list of devices, not 'cpu'",
+        ),
         (lambda: check_devices([]), ValueError, "devices is empty"),
     ):
         with pytest.raises(error, match=words):
             call()
     full = torch.OutOfMemoryError("out of memory")
     monkeypatch.setattr(torch, "empty", Mock(side_effect=full))
-    with pytest.raises(torch.OutOfMemoryError):  # a device that is full is not called absent
+    # a device that is full is not called absent
+    with pytest.raises(torch.OutOfMemoryError):
         as_device("cuda:0")
 
 
@@ -84,7 +106,9 @@ def test_hardware_names_threads_torch_and_the_processor(monkeypatch):
     monkeypatch.setattr(devices, "Path", lambda name: Path("no such file"))
     assert "4 threads of riscv64" in hardware()
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(devices.subprocess, "check_output", lambda *_, **__: "Apple M4\n")
+    monkeypatch.setattr(
+        devices.subprocess, "check_output", lambda *_, **__: "Apple M4\n"
+    )
     assert "4 threads of Apple M4," in hardware()
 
 
@@ -115,7 +139,9 @@ def test_a_gradient_travels_back_once_and_is_counted_where_the_tensor_was():
     assert ledger.bytes[1, 0] == 24
     weight = torch.ones(5, 2, requires_grad=True)
     with count_bytes() as ledger:
-        F.embedding(torch.tensor([1]), to_device(weight, CPU, 0, 1), sparse=True).sum().backward()
+        F.embedding(
+            torch.tensor([1]), to_device(weight, CPU, 0, 1), sparse=True
+        ).sum().backward()
     assert weight.grad.is_sparse and ledger.bytes[1, 0] == 8 + 2 * 4
 
 
@@ -149,8 +175,12 @@ def test_the_bytes_of_a_message():
     assert num_bytes(torch.zeros(3, 4, dtype=torch.float16).T) == 24
     assert num_bytes(torch.zeros(1).expand(5)) == 20  # all five would be sent
     assert num_bytes(torch.zeros(10)[:2]) == 8 and num_bytes(torch.zeros(0)) == 0
-    assert num_bytes(torch.tensor([[0.0, 1, 0], [2, 0, 3]]).to_sparse()) == 3 * (2 * 8 + 4)
-    twice = torch.sparse_coo_tensor([[1, 1, 2]], torch.ones(3, 5), (9, 5), check_invariants=True)
+    assert num_bytes(torch.tensor([[0.0, 1, 0], [2, 0, 3]]).to_sparse()) == 3 * (
+        2 * 8 + 4
+    )
+    twice = torch.sparse_coo_tensor(
+        [[1, 1, 2]], torch.ones(3, 5), (9, 5), check_invariants=True
+    )
     assert num_bytes(twice) == 2 * (8 + 5 * 4)
 
 
@@ -167,7 +197,11 @@ def test_counting_ends_with_the_block_also_after_an_error():
 def test_threads_do_not_lose_counts():
     ledger = Ledger()
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: [ledger.record(0, 1, 1) for _ in range(20_000)], range(4)))
+        list(
+            threads.map(
+                lambda _: [ledger.record(0, 1, 1) for _ in range(20_000)], range(4)
+            )
+        )
     assert ledger.bytes == {(0, 1): 80_000}
 
 

@@ -1,6 +1,7 @@
-"""The exercises: students get what the masters give, and each check tells right from wrong.
+"""The exercises: students get what masters give, and checks tell right from wrong.
 
-tools/answers.py tries the answers, a chapter in a process; here its findings are held to.
+tools/answers.py tries the answers, a chapter in a process; here its findings are held
+to.
 """
 
 import ast
@@ -23,7 +24,9 @@ from d2lpar.study.checks import STUB
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 NAMES = [*CHAPTERS, "museum"]
-PROVISIONAL = "18_comparison"  # the end of the book takes its place; it has one exercise
+PROVISIONAL = (  # the end of the book takes its place; it has one exercise
+    "18_comparison"
+)
 EXHIBITS = 13
 MANUAL_ANSWER = 40  # characters of a model answer, at least
 
@@ -36,9 +39,11 @@ def master(name):
 
 
 def definitions(source):
-    """The functions and classes at the top of a piece of code, as (name, what it is)."""
+    """The functions and classes at the top of a piece of code, as (name, dump)."""
     kinds = ast.FunctionDef | ast.ClassDef
-    return [(n.name, ast.dump(n)) for n in ast.parse(source).body if isinstance(n, kinds)]
+    return [
+        (n.name, ast.dump(n)) for n in ast.parse(source).body if isinstance(n, kinds)
+    ]
 
 
 def assigned(source):
@@ -52,7 +57,9 @@ def assigned(source):
             names.add(node.id)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
-        elif not isinstance(node, ast.Lambda | ast.ListComp | ast.GeneratorExp | ast.DictComp):
+        elif not isinstance(
+            node, ast.Lambda | ast.ListComp | ast.GeneratorExp | ast.DictComp
+        ):
             waiting += ast.iter_child_nodes(node)
     return names
 
@@ -62,7 +69,9 @@ def assigned(source):
 
 def test_there_is_a_master_for_each_chapter_and_for_the_museum():
     assert answers.masters() == sorted(NAMES)
-    assert sorted(path.stem for path in exercises.MASTERS.glob("*.toml")) == sorted(NAMES)
+    assert sorted(path.stem for path in exercises.MASTERS.glob("*.toml")) == sorted(
+        NAMES
+    )
 
 
 def test_students_get_what_the_masters_give_with_the_texts_of_the_chapters():
@@ -70,18 +79,30 @@ def test_students_get_what_the_masters_give_with_the_texts_of_the_chapters():
 
 
 def check_form(nb):
-    """Yield what is wrong with the cells of a master: their order, their marks, what is in them."""
+    """Yield what is wrong with a master's cells: their order, marks or contents."""
     kinds = [exercises.role(cell) for cell in nb.cells]
     order = " ".join(kinds)
-    # The museum has a cell between an exhibit and its repair that shows what goes wrong.
+    # The museum has a cell between an exhibit and its repair that shows what goes
+    # wrong.
     if not re.fullmatch(
-        r"text setup( text)?( text( setup)? solution check( manual)?| text manual)+", order
+        r"text setup( text)?( text( setup)? solution check( manual)?| text manual)+",
+        order,
     ):
-        yield f"not a title, a setup, and text, solution and check of each exercise: {order}"
-    if nb.metadata != run_notebooks.METADATA or any(cell.get("outputs") for cell in nb.cells):
+        yield (
+            "not a title, a setup, and text, solution and check of each exercise:"
+            f" {order}"
+        )
+    if nb.metadata != run_notebooks.METADATA or any(
+        cell.get("outputs") for cell in nb.cells
+    ):
         yield "metadata or outputs of a run"
-    marks = [cell.metadata["nbgrader"] for cell in nb.cells if "nbgrader" in cell.metadata]
-    if any(cell.cell_type == "code" and "nbgrader" not in cell.metadata for cell in nb.cells):
+    marks = [
+        cell.metadata["nbgrader"] for cell in nb.cells if "nbgrader" in cell.metadata
+    ]
+    if any(
+        cell.cell_type == "code" and "nbgrader" not in cell.metadata
+        for cell in nb.cells
+    ):
         yield "a code cell without marks"
     ids = [mark["grade_id"] for mark in marks]
     if len(set(ids)) < len(ids):
@@ -94,17 +115,31 @@ def check_form(nb):
             yield f"{cell.id} has no points"
         if kind in ("setup", "check") and not mark["locked"]:
             yield f"{cell.id} is not locked"
-        if kind in ("solution", "manual") and not exercises.SOLUTION.search(cell.source):
+        if kind in ("solution", "manual") and not exercises.SOLUTION.search(
+            cell.source
+        ):
             yield f"{cell.id} has no solution"
-        if kind == "manual" and len(exercises.SOLUTION.findall(cell.source)[0][1]) < MANUAL_ANSWER:
+        if (
+            kind == "manual"
+            and len(exercises.SOLUTION.findall(cell.source)[0][1]) < MANUAL_ANSWER
+        ):
             yield f"{cell.id} has no model answer"
         # A line that raises between two functions would leave the second one undefined.
         if kind == "solution" and re.search(
             r"^raise .*\n+\S", exercises.unsolved(cell.source), re.M
         ):
-            yield f"{cell.id}: a solution at the top level is not the last thing in its cell"
-    checks = [cell.id for kind, cell in zip(kinds, nb.cells, strict=True) if kind == "check"]
-    solutions = [cell.id for kind, cell in zip(kinds, nb.cells, strict=True) if kind == "solution"]
+            yield (
+                f"{cell.id}: a solution at the top level is not the last thing in its"
+                " cell"
+            )
+    checks = [
+        cell.id for kind, cell in zip(kinds, nb.cells, strict=True) if kind == "check"
+    ]
+    solutions = [
+        cell.id
+        for kind, cell in zip(kinds, nb.cells, strict=True)
+        if kind == "solution"
+    ]
     if checks != [f"{name}-check" for name in solutions]:
         yield f"checks have other ids than solutions: {checks}"
 
@@ -120,7 +155,10 @@ def test_a_master_has_its_cells_in_order(name):
 def test_no_check_overwrites_what_belongs_to_another_exercise(name):
     setup, tried = answers.exercises_of(name)
     for one in tried:
-        others = [assigned(setup), *(assigned(other.solution) for other in tried if other != one)]
+        others = [
+            assigned(setup),
+            *(assigned(other.solution) for other in tried if other != one),
+        ]
         lost = assigned(one.check) & set().union(*others)
         assert not lost, f"{one.id}-check changes {lost}"
 
@@ -146,7 +184,9 @@ def test_every_exercise_of_the_chapter_is_there_and_the_chapter_links_to_them(na
     assert len(found) >= (1 if name == PROVISIONAL else 3)
     assert ("preface" in [cell.id for cell in master(name).cells]) == bool(texts[""])
     last = run_notebooks.read(ROOT / "notebooks" / f"{name}.ipynb").cells[-1].source
-    assert f"[With checks](exercises/{name}.ipynb)" in last.partition("## Exercises\n")[2]
+    assert (
+        f"[With checks](exercises/{name}.ipynb)" in last.partition("## Exercises\n")[2]
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in CHAPTERS if name != PROVISIONAL])
@@ -157,7 +197,10 @@ def test_a_chapter_asks_to_predict_to_repair_and_to_use_torch(name):
 
 
 def test_names_that_a_cell_assigns_are_found():
-    source = "import a.b as c\nfor d in []:\n    with e as f: g: int = 1\ndef h():\n    i = 1\n"
+    source = (
+        "import a.b as c\nfor d in []:\n    with e as f: g: int = 1\ndef h():\n    i"
+        " = 1\n"
+    )
     assert assigned(source + "[j for j in []]; k = lambda l: [m := 1]") == set("cdfghk")
 
 
@@ -167,16 +210,24 @@ def test_what_the_setup_takes_from_the_chapter_is_the_chapters(name):
     shown = {}
     for cell in cells:
         if cell.cell_type == "code" and not cell.source.startswith(("%%", "#@save")):
-            lines = [line for line in cell.source.splitlines() if not line.startswith(("!", "%"))]
+            lines = [
+                line
+                for line in cell.source.splitlines()
+                if not line.startswith(("!", "%"))
+            ]
             for defined, code in definitions("\n".join(lines)):
                 shown.setdefault(defined, []).append(code)
     setup, _ = answers.exercises_of(name)
-    assert [n for n, code in definitions(setup) if n in shown and code not in shown[n]] == []
+    assert [
+        n for n, code in definitions(setup) if n in shown and code not in shown[n]
+    ] == []
 
 
 def test_the_museum_has_its_exhibits():
     headings = [cell.source.partition("\n")[0] for cell in master("museum").cells]
-    numbers = [int(n) for n in re.findall(r"^## (\d+)\. ", "\n".join(headings), flags=re.M)]
+    numbers = [
+        int(n) for n in re.findall(r"^## (\d+)\. ", "\n".join(headings), flags=re.M)
+    ]
     assert numbers == list(range(1, EXHIBITS + 1))
 
 
@@ -197,7 +248,9 @@ def trials(request):
     """A future of each trial that was asked for."""
     pool = ThreadPoolExecutor(answers.at_a_time())
     asked = [
-        item for item in request.session.items if "trials" in getattr(item, "fixturenames", ())
+        item
+        for item in request.session.items
+        if "trials" in getattr(item, "fixturenames", ())
     ]
     names = dict.fromkeys(item.callspec.params["name"] for item in asked)
     yield {name: pool.submit(answers.run, name) for name in names}
@@ -205,7 +258,9 @@ def trials(request):
 
 
 @each_master
-def test_solutions_are_done_and_stubs_and_wrong_answers_are_refused_with_a_sentence(name, trials):
+def test_solutions_are_done_and_stubs_and_wrong_answers_are_refused_with_a_sentence(
+    name, trials
+):
     found = trials[name].result()
     assert answers.complaints(name, found) == []
     assert len(found["whole"]) == len(answers.exercises_of(name)[1]) > 0
@@ -311,7 +366,9 @@ def test_a_student_gets_stubs_the_visible_checks_and_locked_cells():
     sources = {cell.id: cell.source for cell in nb.cells}
     assert sources["double"] == ANSWER.replace(
         "### BEGIN SOLUTION\nfactor = 2\n### END SOLUTION", STUB
-    ).replace("### BEGIN SOLUTION\n    return factor * x\n    ### END SOLUTION", STUB).rstrip("\n")
+    ).replace(
+        "### BEGIN SOLUTION\n    return factor * x\n    ### END SOLUTION", STUB
+    ).rstrip("\n")
     assert sources["double-check"] == re.sub(r" +### B.*\n.*\n.*### END.*\n", "", CHECK)
     assert sources["double-why"] == f"Why?\n\n{exercises.TEXT_STUB}"
     locked = [cell.id for cell in nb.cells if cell.metadata.get("editable") is False]
@@ -328,7 +385,10 @@ def test_students_notebooks_are_written_checked_and_removed(masters, capsys):
     (students / "02_gone.ipynb").write_text(made)
     capsys.readouterr()
     assert exercises.main(["--check"]) == 1
-    assert capsys.readouterr().out.count("is not what the masters give: make exercises") == 2
+    assert (
+        capsys.readouterr().out.count("is not what the masters give: make exercises")
+        == 2
+    )
     assert exercises.main([]) == 0 and (students / "01_toy.ipynb").read_text() == made
     assert not (students / "02_gone.ipynb").exists()
 
@@ -344,14 +404,25 @@ def test_a_masters_texts_are_those_of_its_chapter(masters):
         "## Exercise 2": "More.",
     }
     assert exercises.main(["--check"]) == 1 and exercises.main([]) == 0
-    for path in (masters / "masters" / "01_toy.ipynb", masters / "students" / "01_toy.ipynb"):
+    for path in (
+        masters / "masters" / "01_toy.ipynb",
+        masters / "students" / "01_toy.ipynb",
+    ):
         cells = nbformat.read(path, as_version=4).cells
-        tagged = [cell.id for cell in cells if cell.metadata.get("tags") == ["raises-exception"]]
+        tagged = [
+            cell.id
+            for cell in cells
+            if cell.metadata.get("tags") == ["raises-exception"]
+        ]
         assert tagged == ["double", "double-check"]  # "run all" does not stop there
-        assert cells[2].source == "## Exercise 1\n\nDouble *x*.\n\n```python\nx = 1\n```"
+        assert (
+            cells[2].source == "## Exercise 1\n\nDouble *x*.\n\n```python\nx = 1\n```"
+        )
 
 
-def test_a_course_has_every_master_and_what_a_teacher_has_changed_stays(masters, capsys):
+def test_a_course_has_every_master_and_what_a_teacher_has_changed_stays(
+    masters, capsys
+):
     course = masters / "course"
     assert exercises.main([f"--course={course}"]) == 0
     copied = course / "source" / "01_toy" / "01_toy.ipynb"
@@ -360,9 +431,13 @@ def test_a_course_has_every_master_and_what_a_teacher_has_changed_stays(masters,
     copied.write_text("mine")
     (course / "nbgrader_config.py").write_text("mine too")
     assert (
-        exercises.main([f"--course={course}"]) == 0 and "left as it is" in capsys.readouterr().out
+        exercises.main([f"--course={course}"]) == 0
+        and "left as it is" in capsys.readouterr().out
     )
-    assert (copied.read_text(), (course / "nbgrader_config.py").read_text()) == ("mine", "mine too")
+    assert (copied.read_text(), (course / "nbgrader_config.py").read_text()) == (
+        "mine",
+        "mine too",
+    )
 
 
 def try_here(name="01_toy"):
@@ -377,24 +452,54 @@ def test_answers_that_are_as_they_should_be_give_no_complaint(masters):
 @pytest.mark.parametrize(
     "old, new, complaint",
     [
-        ("factor = 2", "factor = 1", "double: the solution, after the others, is not simply done"),
+        (
+            "factor = 2",
+            "factor = 1",
+            "double: the solution, after the others, is not simply done",
+        ),
         ("factor = 2", "factor = 1", "double: the solution, alone, is not simply done"),
-        ("factor = 2", "factor = 2; half = double / 2", "the solution, alone, is not simply done"),
+        (
+            "factor = 2",
+            "factor = 2; half = double / 2",
+            "the solution, alone, is not simply done",
+        ),
         ('done("4.")', "1 / 0", "is not simply done: .*ZeroDivisionError"),
         ('done("4.")', "import sys; print(1, file=sys.stderr)", "is not simply done"),
         ("assert found == 4", "assert found", "double, three: .* does not match"),
-        ("assert double(3) == 6", "assert double(3)", "double, a square: it is accepted"),
+        (
+            "assert double(3) == 6",
+            "assert double(3)",
+            "double, a square: it is accepted",
+        ),
         ("how often is x counted?", "", "double, three: .* does not match"),
-        ("double(2) is {found}", "double(2)\\nis {found}", "three: this is not one sentence"),
-        ("exercise(1)", "exercise(2)", "three: this is not one sentence that begins with 1"),
-        ("is {double(3)}.", "is {double(3)}" + 500 * ".", "square: this is not one sentence"),
+        (
+            "double(2) is {found}",
+            "double(2)\\nis {found}",
+            "three: this is not one sentence",
+        ),
+        (
+            "exercise(1)",
+            "exercise(2)",
+            "three: this is not one sentence that begins with 1",
+        ),
+        (
+            "is {double(3)}.",
+            "is {double(3)}" + 500 * ".",
+            "square: this is not one sentence",
+        ),
         ("with exercise(1) as done", "for done in [print]", "no AnswerError but"),
-        ("exercise(1)", "exercise(2)", "the stub: this is not one sentence that begins with 1"),
+        (
+            "exercise(1)",
+            "exercise(2)",
+            "the stub: this is not one sentence that begins with 1",
+        ),
     ],
 )
 def test_answers_that_are_not_as_they_should_be_are_named(masters, old, new, complaint):
     path = masters / "masters" / "01_toy.ipynb"
-    path.write_text(path.read_text().replace(json.dumps(old)[1:-1], json.dumps(new)[1:-1]))
+    path.write_text(
+        path.read_text().replace(json.dumps(old)[1:-1], json.dumps(new)[1:-1])
+    )
     found = "\n".join(try_here())
     assert re.search(complaint, found), found
 
@@ -404,7 +509,11 @@ def test_one_exercise_must_not_need_another(masters):
     more = [cell.copy() for cell in toy().cells[2:5]]
     for cell, source in zip(
         more,
-        ("## Exercise 2\n\nTwice.", "### BEGIN SOLUTION\ntwice = double\n### END SOLUTION", CHECK),
+        (
+            "## Exercise 2\n\nTwice.",
+            "### BEGIN SOLUTION\ntwice = double\n### END SOLUTION",
+            CHECK,
+        ),
         strict=True,
     ):
         source = source.replace("exercise(1)", "exercise(2)").replace("double", "twice")
@@ -413,18 +522,26 @@ def test_one_exercise_must_not_need_another(masters):
     nb.cells += more
     nbformat.write(nb, masters / "masters" / "01_toy.ipynb")
     complaints = try_here()
-    assert len(complaints) == 1 and complaints[0].startswith("twice: the solution, alone, is not")
+    assert len(complaints) == 1 and complaints[0].startswith(
+        "twice: the solution, alone, is not"
+    )
 
 
 def test_an_exercise_that_needs_a_newer_torch_is_left_out(masters):
     for version, found in (("2.0", 1), ("99", 0)):
-        (masters / "masters" / "01_toy.toml").write_text(f'needs.double = "{version}"\n{WRONG}')
+        (masters / "masters" / "01_toy.toml").write_text(
+            f'needs.double = "{version}"\n{WRONG}'
+        )
         assert len(answers.exercises_of("01_toy")[1]) == found
         assert len(answers.wrong_answers("01_toy")) == 2 * found and try_here() == []
 
 
-@pytest.mark.parametrize("cores, threads, side_by_side", [(8, None, 8), (8, "2", 4), (2, "4", 1)])
-def test_chapters_that_run_side_by_side_share_the_cores(monkeypatch, cores, threads, side_by_side):
+@pytest.mark.parametrize(
+    "cores, threads, side_by_side", [(8, None, 8), (8, "2", 4), (2, "4", 1)]
+)
+def test_chapters_that_run_side_by_side_share_the_cores(
+    monkeypatch, cores, threads, side_by_side
+):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:

@@ -16,7 +16,7 @@ def half(x, digits=1):
     return round(x / 2, digits)
 
 
-def test_good_arguments_go_on_bad_ones_do_not_and_a_guarded_function_looks_like_itself():
+def test_good_arguments_go_on_bad_ones_do_not_and_guarded_functions_look_the_same():
     assert half(3) == half(x=3) == 1.5 and half(3, digits=0) == 2
     with pytest.raises(ValueError, match="not -1"):
         half(-1)

@@ -28,7 +28,9 @@ def notebook(*cells):
     ],
 )
 def test_a_saved_name_that_nothing_runs_or_that_is_imported_is_named(cells, names):
-    found = [complaint.partition(" ")[0] for complaint in live_cells.dead(notebook(*cells))]
+    found = [
+        complaint.partition(" ")[0] for complaint in live_cells.dead(notebook(*cells))
+    ]
     assert found == names.split()
 
 

@@ -1,4 +1,4 @@
-"""The networks to be cut: that they are what they are called, and are marked where they are."""
+"""The networks to be cut: they are what they are called, and marked where they are."""
 
 from functools import partial
 
@@ -9,7 +9,9 @@ from torch import nn
 from d2lpar.models import Copy, Sum, lenet_layers, resnet, transformer
 from d2lpar.network import init_params, lenet
 
-small_transformer = partial(transformer, 50, width=16, num_heads=4, num_blocks=2, length=6)
+small_transformer = partial(
+    transformer, 50, width=16, num_heads=4, num_blocks=2, length=6
+)
 MODELS = {
     "lenet": (lenet_layers, torch.rand(3, 1, 28, 28), (3, 10)),
     "resnet": (lambda: resnet((4, 8)), torch.rand(3, 1, 28, 28), (3, 10)),
@@ -33,7 +35,10 @@ def test_a_model_is_a_list_of_layers_that_sums_what_it_copied(make, X, shape):
 
 
 def test_lenet_layers_are_lenet():
-    model, X = lenet_layers(0.1, torch.Generator().manual_seed(0)), torch.rand(5, 1, 28, 28)
+    model, X = (
+        lenet_layers(0.1, torch.Generator().manual_seed(0)),
+        torch.rand(5, 1, 28, 28),
+    )
     params = init_params(0.1, torch.Generator().manual_seed(0))
     assert all(map(torch.equal, model.parameters(), params))
     assert torch.equal(model(X), lenet(X, params))
@@ -42,10 +47,11 @@ def test_lenet_layers_are_lenet():
 def test_default_resnet_is_resnet_18():
     model = resnet(num_classes=1000, in_channels=3)
     convolutions = [part for part in model.modules() if isinstance(part, nn.Conv2d)]
-    assert sum(conv.kernel_size == (3, 3) for conv in convolutions) == 17  # and a linear layer
+    # and a linear layer
+    assert sum(conv.kernel_size == (3, 3) for conv in convolutions) == 17
     trunk = sum(p.numel() for layer in list(model)[1:] for p in layer.parameters())
-    # torchvision's resnet18 has 11,689,512, of which its stem's convolution and norm are 9,536, and
-    # a norm on each of three shortcuts, 128, 256 and 512 wide, 1,792
+    # torchvision's resnet18 has 11,689,512, of which its stem's convolution and norm
+    # are 9,536, and a norm on each of three shortcuts, 128, 256 and 512 wide, 1,792
     assert trunk == 11_689_512 - 9_536 - 1_792
 
 
@@ -55,4 +61,5 @@ def test_transformer_does_not_look_ahead():
     changed[:, 4] = (tokens[:, 4] + 1) % 50
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :4], after[:, :4])
-    assert (before[:, 4:] - after[:, 4:]).abs().amax(dim=(0, 2)).min() > 1e-4  # the last looks back
+    # the last looks back
+    assert (before[:, 4:] - after[:, 4:]).abs().amax(dim=(0, 2)).min() > 1e-4

@@ -1,4 +1,4 @@
-"""The lists of mutants fit the module and its tests; ``make mutants`` tries them, in minutes."""
+"""The lists of mutants fit the module; ``make mutants`` tries them."""
 
 import subprocess
 from pathlib import Path
@@ -42,7 +42,9 @@ def project(tmp_path, monkeypatch):
     (tmp_path / "tests" / "mutants").mkdir(parents=True)
     (tmp_path / "data").mkdir()
     (tmp_path / "d2lpar" / "sums.py").write_text("def add(a, b):\n    return a + b\n")
-    test = "from d2lpar.sums import add\n\ndef test_sum():\n    assert add(2, {}) == {}\n"
+    test = (
+        "from d2lpar.sums import add\n\ndef test_sum():\n    assert add(2, {}) == {}\n"
+    )
     (tmp_path / "tests" / "test_sums.py").write_text(test.format(3, 5))
     (tmp_path / "tests" / "test_weak.py").write_text(test.format(0, 2))
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
@@ -63,24 +65,33 @@ def test_a_fault_is_caught_and_the_tree_stays(project, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "change, complaint",
     [
-        ({"test": "tests/test_weak.py::test_sum"}, "no sum: tests/test_weak.py::test_sum passes"),
+        (
+            {"test": "tests/test_weak.py::test_sum"},
+            "no sum: tests/test_weak.py::test_sum passes",
+        ),
         ({"old": "a * b"}, "no sum: sums.py has the old text 0 times"),
         ({"new": "a +"}, "no sum: pytest ends with status"),
     ],
 )
-def test_what_survives_or_cannot_be_tried_is_named(change, complaint, project, monkeypatch, capsys):
+def test_what_survives_or_cannot_be_tried_is_named(
+    change, complaint, project, monkeypatch, capsys
+):
     assert try_faults(monkeypatch, FAULT._replace(**change)) == 1
     printed = capsys.readouterr().out
     assert complaint in printed and "0 of 1 mutants are caught" in printed
 
 
 def test_tests_must_pass_without_any_fault(project, monkeypatch, capsys):
-    (project / "d2lpar" / "sums.py").write_text("def add(a, b):\n    return a + b + 1\n")
+    (project / "d2lpar" / "sums.py").write_text(
+        "def add(a, b):\n    return a + b + 1\n"
+    )
     assert try_faults(monkeypatch, FAULT) == 1
     assert "without any fault, these tests should pass" in capsys.readouterr().out
 
 
-def test_only_the_lists_of_the_rooms_that_are_asked_for_are_read(tmp_path, monkeypatch, capsys):
+def test_only_the_lists_of_the_rooms_that_are_asked_for_are_read(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "ground.toml").write_text("no TOML")
     (tmp_path / "roof.toml").write_text("mutant = []")
     monkeypatch.setattr(mutants, "LISTS", tmp_path)

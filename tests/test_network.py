@@ -1,4 +1,4 @@
-"""LeNet by hand is torch's, and so are its gradients; the loss and the step are the book's."""
+"""LeNet by hand and its gradients are torch's; the loss and the step are the book's."""
 
 import pytest
 import torch
@@ -7,7 +7,16 @@ from torch.nn import functional as F
 
 from d2lpar import init_params, lenet, loss, sgd
 
-SHAPES = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,)]
+SHAPES = [
+    (20, 1, 3, 3),
+    (20,),
+    (50, 20, 5, 5),
+    (50,),
+    (800, 128),
+    (128,),
+    (128, 10),
+    (10,),
+]
 
 
 def as_torch_has_it(tensor):
@@ -16,7 +25,9 @@ def as_torch_has_it(tensor):
 
 
 def test_parameters_have_the_books_shapes_and_scale_and_come_from_the_generator():
-    a, b, c = (init_params(0.5, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    a, b, c = (
+        init_params(0.5, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)
+    )
     assert [tuple(p.shape) for p in a] == SHAPES
     for param in a:
         assert param.dtype == torch.float32 and not param.requires_grad
@@ -36,7 +47,9 @@ def test_lenet_and_its_gradients_equal_those_of_torch_nn():
         *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2)),
         *(nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10)),
     ).double()
-    net.load_state_dict(dict(zip(net.state_dict(), map(as_torch_has_it, params), strict=True)))
+    net.load_state_dict(
+        dict(zip(net.state_dict(), map(as_torch_has_it, params), strict=True))
+    )
     torch.testing.assert_close(lenet(X, params), net(X))
     loss(lenet(X, params), y).sum().backward()
     F.cross_entropy(net(X), y, reduction="sum").backward()
@@ -49,7 +62,8 @@ def test_channels_last_changes_strides_but_not_results():
     assert [p.stride()[1] for p in (params[0], params[2])] == [1, 1]
     plain = [p.clone(memory_format=torch.contiguous_format) for p in params]
     torch.testing.assert_close(lenet(X, params), lenet(X, plain), rtol=1e-5, atol=1e-7)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # of larger images
+    # of larger images
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         lenet(torch.rand(3, 1, 32, 32), params)
 
 

@@ -1,4 +1,4 @@
-"""The archives for a package index hold the module, all of it, and nothing else; and they work."""
+"""The archives for a package index hold all of the module, nothing else, and work."""
 
 import importlib.util
 import os
@@ -22,7 +22,9 @@ import d2lpar
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
-SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "d2lpar").rglob("*.py")}
+SOURCES = {
+    path.relative_to(ROOT).as_posix() for path in (ROOT / "d2lpar").rglob("*.py")
+}
 TEXTS = ("README.md", "LICENSE", "MANIFEST.in", "pyproject.toml")
 LIMIT = 100  # seconds for a command that takes two
 BUILD = "import sys; from setuptools import build_meta; "
@@ -39,19 +41,23 @@ def run(*words, cwd, **variables):
 
 
 def build(kind, source, folder):
-    """Build an archive as pip does, without the environment that it would fetch first."""
-    name = run(sys.executable, "-c", BUILD, kind, str(folder), cwd=source).splitlines()[-1]
+    """Build an archive as pip does, without the environment it would fetch first."""
+    name = run(sys.executable, "-c", BUILD, kind, str(folder), cwd=source).splitlines()[
+        -1
+    ]
     return folder / name
 
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory):
-    """The source archive of the working tree, and the wheel that is built from it alone."""
+    """The working tree's source archive, and the wheel that is built from it alone."""
     folder = tmp_path_factory.mktemp("packaging")
     [needed] = map(Requirement, PYPROJECT["build-system"]["requires"])
     found = importlib.util.find_spec("setuptools") and version("setuptools")
     if not found or not needed.specifier.contains(found):
-        pytest.skip(f"needs {needed} in the environment, which newer versions of torch bring")
+        pytest.skip(
+            f"needs {needed} in the environment, which newer versions of torch bring"
+        )
     for name in ("d2lpar", "tests", "data"):
         ignored = shutil.ignore_patterns("__pycache__", "*.gz")
         shutil.copytree(ROOT / name, folder / "tree" / name, ignore=ignored)
@@ -71,7 +77,16 @@ def installed(archives, tmp_path_factory):
     if importlib.util.find_spec("pip") is None:
         pytest.skip("needs pip in the environment")
     offline = "--no-index", "--no-deps", "--disable-pip-version-check", "--no-cache-dir"
-    command = "-m", "pip", "install", "-q", *offline, "--target", str(folder), str(archives[1])
+    command = (
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        *offline,
+        "--target",
+        str(folder),
+        str(archives[1]),
+    )
     run(sys.executable, *command, cwd=folder)
     return folder
 
@@ -85,7 +100,9 @@ def test_the_source_archive_has_what_building_needs_and_the_licence(archives):
         }
     own = {name for name in names if not name.startswith("d2lpar.egg-info/")}
     built = {"PKG-INFO", "setup.cfg"}
-    assert own - built - set(TEXTS) == SOURCES | {"d2lpar/py.typed"} and set(TEXTS) <= own
+    assert (
+        own - built - set(TEXTS) == SOURCES | {"d2lpar/py.typed"} and set(TEXTS) <= own
+    )
 
 
 def test_the_wheel_has_every_room_and_nothing_but_the_module(archives):
@@ -100,7 +117,9 @@ def test_the_wheel_has_every_room_and_nothing_but_the_module(archives):
 
 def test_what_an_index_shows_is_valid_and_has_no_link_into_the_repository(archives):
     with zipfile.ZipFile(archives[1]) as archive:
-        [path] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        [path] = [
+            name for name in archive.namelist() if name.endswith(".dist-info/METADATA")
+        ]
         about = Metadata.from_email(archive.read(path), validate=True)
     assert (about.name, about.version) == ("d2lpar", Version(d2lpar.__version__))
     assert about.license_expression == "MIT" and about.license_files == ["LICENSE"]
@@ -116,12 +135,24 @@ def test_what_an_index_shows_is_valid_and_has_no_link_into_the_repository(archiv
 def test_twine_has_no_complaint(archives):
     if importlib.util.find_spec("twine") is None:
         pytest.skip("needs twine in the environment")
-    said = run(sys.executable, "-m", "twine", "check", "--strict", *map(str, archives), cwd=ROOT)
+    said = run(
+        sys.executable,
+        "-m",
+        "twine",
+        "check",
+        "--strict",
+        *map(str, archives),
+        cwd=ROOT,
+    )
     assert said.count("PASSED") == 2
 
 
 def test_what_was_installed_works_far_from_the_repository(installed, tmp_path):
-    rooms = [room.name for room in (ROOT / "d2lpar").iterdir() if (room / "__init__.py").exists()]
+    rooms = [
+        room.name
+        for room in (ROOT / "d2lpar").iterdir()
+        if (room / "__init__.py").exists()
+    ]
     program = f"import d2lpar; [getattr(d2lpar, room) for room in {rooms}]; "
     program += "print(d2lpar.__file__, d2lpar.train.__name__)"
     said = run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(installed))

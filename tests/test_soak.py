@@ -1,4 +1,4 @@
-"""The rounds of ``make soak``: from their seeds, with what is wrong; and two of them."""
+"""Rounds of ``make soak``: from their seeds, with what is wrong; and two of them."""
 
 import pytest
 import soak
@@ -42,11 +42,23 @@ def test_a_round_follows_from_its_seed_and_sixteen_have_all_kinds():
 @pytest.mark.parametrize(
     ("way", "victim", "halt", "moment"),
     [
-        ("messages", STARTER, (2, "rename", LIMIT), "save 2 on the disk epoch 1 batch 2"),
-        ("lanes", "both ranks", (4, "write", LIMIT), "save 4 half written epoch 2 batch 1"),
+        (
+            "messages",
+            STARTER,
+            (2, "rename", LIMIT),
+            "save 2 on the disk epoch 1 batch 2",
+        ),
+        (
+            "lanes",
+            "both ranks",
+            (4, "write", LIMIT),
+            "save 4 half written epoch 2 batch 1",
+        ),
     ],
 )
-def test_a_killed_run_leaves_nothing_and_goes_on_to_the_same_bits(way, victim, halt, moment, usual):
+def test_a_killed_run_leaves_nothing_and_goes_on_to_the_same_bits(
+    way, victim, halt, moment, usual
+):
     found, complaints = go_on(Plan(0, way, victim, halt, 0, 0.0), usual, SMALL)
     assert complaints == [] and found.split() == moment.split()
 
@@ -55,7 +67,9 @@ def test_what_is_wrong_is_told(usual, monkeypatch, capsys):
     plans = [Plan(seed, "lanes", "rank 1", None, 3, 0.5) for seed in (7, 8)]
     monkeypatch.setattr(soak, "undisturbed", lambda *_: usual)
     found = {7: [], 8: ["process 1 is left", "different"]}
-    good = soak.soak(plans, lambda p, *_: ("epoch 1 batch 3", found[p.seed]), SMALL, "are good")
+    good = soak.soak(
+        plans, lambda p, *_: ("epoch 1 batch 3", found[p.seed]), SMALL, "are good"
+    )
     first, second, last = capsys.readouterr().out.splitlines()
     assert not good and last.startswith("1 of 2 are good, in 0.0 min")
     assert " ".join(first.split()) == "1 seed 7 lanes rank 1 epoch 1 batch 3 good"

@@ -1,4 +1,4 @@
-"""A test that hangs fails alone: the next one runs, and nothing that it has started stays."""
+"""A test that hangs fails alone: the next one runs, and nothing it started stays."""
 
 import contextlib
 import os
@@ -21,7 +21,8 @@ SLEEP = "import time; time.sleep(600)"
 
 def test_that_hangs_with_processes():
     subprocess.Popen([sys.executable, "-c", SLEEP])
-    subprocess.run(["sh", "-c", f"{sys.executable} -c '{SLEEP}'; true"])  # and one of its own
+    # and one of its own
+    subprocess.run(["sh", "-c", f"{sys.executable} -c '{SLEEP}'; true"])
 
 def test_that_takes_all_exceptions():
     while True:
@@ -63,7 +64,15 @@ def marked(mark):
 def test_tests_that_hang_fail_alone_and_their_processes_end(tmp_path):
     (tmp_path / "test_toys.py").write_text(TOYS)
     (tmp_path / "conftest.py").write_text("import time_limit\ntime_limit.AGAIN = 1\n")
-    options = "-p", "time_limit", "-p", "no:cacheprovider", "--rootdir=.", "-v", "--hang-limit=1.5"
+    options = (
+        "-p",
+        "time_limit",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir=.",
+        "-v",
+        "--hang-limit=1.5",
+    )
     path, mark = os.pathsep.join([str(ROOT / "tools"), str(ROOT)]), uuid.uuid4().hex
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "test_toys.py"],

@@ -1,4 +1,4 @@
-"""A run by ranks is a run by one process, and one that was stopped is one that was not."""
+"""A run by ranks is a run by one process, and a stopped run is one that was not."""
 
 import os
 import re
@@ -34,17 +34,28 @@ def test_a_process_finds_its_device(monkeypatch):
 
 
 def test_a_wrong_start_ends_with_one_line(monkeypatch, capsys):
-    for option in ("--epochs 0", "--batch-size -1", "--lr nan", "--timeout inf", "--every 0"):
+    for option in (
+        "--epochs 0",
+        "--batch-size -1",
+        "--lr nan",
+        "--timeout inf",
+        "--every 0",
+    ):
         with pytest.raises(SystemExit):
             arguments(option.split())
-        assert f"{option.split()[1]} is not positive and finite" in capsys.readouterr().err
+        assert (
+            f"{option.split()[1]} is not positive and finite" in capsys.readouterr().err
+        )
     for name, value in {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     for words in ("there is no folder /no", "not set: RANK; torchrun sets"):
-        with pytest.raises(SystemExit) as stopped:  # which prints the text and exits with 1
+        # which prints the text and exits with 1
+        with pytest.raises(SystemExit) as stopped:
             main(["--checkpoint", "/no/x", "--timeout=1"])
         text = stopped.value.code
-        assert text.startswith("d2lpar.train_ddp: ") and words in text and "\n" not in text
+        assert (
+            text.startswith("d2lpar.train_ddp: ") and words in text and "\n" not in text
+        )
         monkeypatch.delenv("RANK", raising=False)
 
 
@@ -55,12 +66,17 @@ def test_started_by_nobody_it_is_one_process_and_says_how_to_have_more(tmp_path)
     options = {"capture_output": True, "text": True, "timeout": 100, "cwd": ROOT}
     done = subprocess.run(command, env=environment, **options)
     first, last = done.stdout.splitlines()
-    assert first.startswith("one process; for more, start it with torchrun: torchrun --nproc")
+    assert first.startswith(
+        "one process; for more, start it with torchrun: torchrun --nproc"
+    )
     assert last.startswith("epoch  1/1: loss") and (tmp_path / "net").exists()
     environment["D2LPAR_DATA"] = str(tmp_path)
     done = subprocess.run(command, env=environment, **options)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    words = "d2lpar.train_ddp: .*: there is no such file. Fetch the four files into data/ with "
+    words = (
+        "d2lpar.train_ddp: .*: there is no such file. Fetch the four files into data/"
+        " with "
+    )
     assert re.search(words, done.stderr)
 
 
@@ -69,16 +85,16 @@ def test_started_by_nobody_it_is_one_process_and_says_how_to_have_more(tmp_path)
 
 @pytest.fixture(scope="module")
 def small():
-    """Fashion-MNIST cut short: 600 examples to train on, 101 to test (uneven over 2 and 3)."""
+    """Fashion-MNIST cut short: 600 to train on, 101 to test (uneven over 2 and 3)."""
     parts = zip(load_data_fashion_mnist(1, device="cpu"), (600, 101), strict=True)
     return [(part.images[:n].clone(), part.labels[:n].clone()) for part, n in parts]
 
 
 def run(world_size, small, *commands, stops=None, dtype=torch.float32):
-    """Train in new ranks by one command line after the other; return each rank's outcomes.
+    """Train in new ranks, one command line after another; return each rank's outcomes.
 
-    An outcome is the list of parameters, or the error as text. ``stops`` has for each command line
-    the number of saves after which all ranks are interrupted; 0: never.
+    An outcome is the list of parameters, or the error as text. ``stops`` has for each
+    command line the number of saves after which all ranks are interrupted; 0: never.
     """
 
     def work(rank, world_size):
@@ -98,14 +114,23 @@ def run(world_size, small, *commands, stops=None, dtype=torch.float32):
         def load_small(batch_size, device):
             return [Minibatches(*part, batch_size) for part in small]
 
-        train_ddp.load_data_fashion_mnist, train_ddp.Minibatches = load_small, Minibatches
-        train_ddp.lenet_layers = lambda generator: lenet_layers(generator=generator).to(dtype)
+        train_ddp.load_data_fashion_mnist, train_ddp.Minibatches = (
+            load_small,
+            Minibatches,
+        )
+        train_ddp.lenet_layers = lambda generator: lenet_layers(generator=generator).to(
+            dtype
+        )
         save, outcomes = train_ddp.save, []
         for command, stop in zip(commands, stops or [0] * len(commands), strict=True):
             train_ddp.save = partial(save_and_stop, [], stop)
             try:
-                network = train_ddp.train_epochs(train_ddp.arguments(command), torch.device("cpu"))
-                outcomes.append([param.detach().clone() for param in network.parameters()])
+                network = train_ddp.train_epochs(
+                    train_ddp.arguments(command), torch.device("cpu")
+                )
+                outcomes.append(
+                    [param.detach().clone() for param in network.parameters()]
+                )
             except (Exception, KeyboardInterrupt) as error:
                 outcomes.append(f"{type(error).__name__}: {error}")
         return outcomes
@@ -119,7 +144,9 @@ def one_process(small, num_examples, batch_size, lr, epochs, seed):
     data, test = (Minibatches(*part, batch_size) for part in small)
     for epoch in range(epochs):
         total = 0
-        order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(seed + epoch))
+        order = torch.randperm(
+            num_examples, generator=torch.Generator().manual_seed(seed + epoch)
+        )
         for rows in order.split(batch_size):
             X, y = data.take(rows)
             network.zero_grad()
@@ -131,7 +158,10 @@ def one_process(small, num_examples, batch_size, lr, epochs, seed):
                     param -= lr * param.grad
     X, y = test.take(torch.arange(n := len(test.images)))
     correct = (network(X.double()).argmax(dim=1) == y).sum()
-    result = f"loss {total / num_examples:.3f}, test accuracy {correct / n:.3f} ({correct} of {n})"
+    result = (
+        f"loss {total / num_examples:.3f}, test accuracy {correct / n:.3f} ({correct}"
+        f" of {n})"
+    )
     return list(network.parameters()), f"epoch  {epochs}/{epochs}: {result}"
 
 
@@ -144,13 +174,16 @@ def test_ranks_train_like_one_process(world_size, small, tmp_path, capsys):
     # 301 examples: the last batch has one, so of 2 or 3 ranks only rank 0 has any of it
     options = "--examples=301", "--batch-size=60", "--epochs=2", "--lr=0.5", "--seed=3"
     command = f"--checkpoint={tmp_path / 'net'}", *options
-    params = [params for [params] in run(world_size, small, command, dtype=torch.float64)]
+    params = [
+        params for [params] in run(world_size, small, command, dtype=torch.float64)
+    ]
     assert all(same(others, params[0]) for others in params)
     expected, report = one_process(small, 301, 60, 0.5, epochs=2, seed=3)
     start = list(lenet_layers(generator=torch.Generator().manual_seed(3)).parameters())
     assert distance(params[0], expected) < 1e-12 < 1e-3 < distance(start, expected)
     out, bars = capsys.readouterr()
-    assert f"[rank 0] {report}, " in out and out.count("epoch") == 2  # a line for each, of rank 0
+    # a line for each, of rank 0
+    assert f"[rank 0] {report}, " in out and out.count("epoch") == 2
     assert bars.startswith("[rank 0] \repoch 1/2:   0%") and bars.count("[rank ") == 1
 
 
@@ -179,7 +212,12 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(small, tmp_path, capsys)
 
 def test_a_run_goes_on_with_another_number_of_ranks(small, tmp_path, capsys):
     options = "--examples=301", "--batch-size=60", "--epochs=2", "--lr=0.5", "--seed=3"
-    command = f"--checkpoint={tmp_path / 'net'}", *options, "--every=2", "--resume-if-there"
+    command = (
+        f"--checkpoint={tmp_path / 'net'}",
+        *options,
+        "--every=2",
+        "--resume-if-there",
+    )
     for world_size in (2, 3):  # each is stopped in the middle of the first epoch
         outcomes = run(world_size, small, command, stops=[1], dtype=torch.float64)
         assert outcomes == [["KeyboardInterrupt: "]] * world_size
@@ -188,9 +226,13 @@ def test_a_run_goes_on_with_another_number_of_ranks(small, tmp_path, capsys):
     _, first = one_process(small, 301, 60, 0.5, epochs=1, seed=3)
     assert distance(params, expected) < 1e-12
     out = capsys.readouterr().out
-    assert last in out and first.replace("1/1", "1/2") in out  # the losses before and after count
+    # the losses before and after count
+    assert last in out and first.replace("1/1", "1/2") in out
     for before, now in ((2, 3), (3, 1)):
-        words = f"its run had {before} ranks, this one has {now}: the same steps, rounded different"
+        words = (
+            f"its run had {before} ranks, this one has {now}: the same steps, rounded"
+            " different"
+        )
         assert out.count(words) == 1
 
 
@@ -207,18 +249,25 @@ def test_what_cannot_be_resumed_is_named_on_every_rank(small, tmp_path):
         "--epochs is 1, and it is at epoch 1, batch 1": ({}, {"batch": 1}),
     }
     for i, (tensor, place_of_stop) in enumerate(flaws.values()):
-        save_checkpoint(tmp_path / str(i), {**tensors, **tensor}, {**info, **place_of_stop})
-    paths = [tmp_path / str(i) for i in range(len(flaws) + 1)]  # there is no file for the last
+        save_checkpoint(
+            tmp_path / str(i), {**tensors, **tensor}, {**info, **place_of_stop}
+        )
+    # there is no file for the last
+    paths = [tmp_path / str(i) for i in range(len(flaws) + 1)]
     words = [*flaws, "it cannot be read (No such file"]
     commands = [(f"--checkpoint={path}", *options, "--resume") for path in paths]
     for *errors, uneven in run(2, small, *commands, ("--batch-size=33",)):
         assert "33 cannot be shared by 2 ranks: take a multiple of 2" in uneven
         for error, path, word in zip(errors, paths, words, strict=True):
-            assert error.startswith(f"CheckpointError: cannot resume from {path}: "), error
+            assert error.startswith(f"CheckpointError: cannot resume from {path}: "), (
+                error
+            )
             assert word in error
 
 
-def test_resume_if_there_begins_where_there_is_no_checkpoint_yet(small, tmp_path, capsys):
+def test_resume_if_there_begins_where_there_is_no_checkpoint_yet(
+    small, tmp_path, capsys
+):
     options = "--examples=64", "--batch-size=32", "--epochs=1"
     there = f"--checkpoint={tmp_path / 'net'}", *options, "--resume-if-there"
     for plain, first, again in run(
@@ -234,9 +283,12 @@ def test_resume_if_there_begins_where_there_is_no_checkpoint_yet(small, tmp_path
 def torchrun(*options, how=("--standalone",), script=("-m", "d2lpar.train_ddp")):
     words = "-m", "torch.distributed.run", "--nproc_per_node=2", *how
     one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as in launch
-    env = {**os.environ, **one_thread, "TQDM_MININTERVAL": "0"}  # each step of the bar is shown
+    # each step of the bar is shown
+    env = {**os.environ, **one_thread, "TQDM_MININTERVAL": "0"}
     command = [sys.executable, *words, *script, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=env, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -244,9 +296,12 @@ def torchrun(*options, how=("--standalone",), script=("-m", "d2lpar.train_ddp"))
 def test_torchrun_trains_saves_and_resumes(small, tmp_path):
     path, other = tmp_path / "net", tmp_path / "other"
     done = torchrun("--examples=512", f"--checkpoint={path}", "--epochs=1")
-    assert done.stdout.count("epoch  1/1: loss 2.30") == 1 and "of 10000)" in done.stdout
+    assert (
+        done.stdout.count("epoch  1/1: loss 2.30") == 1 and "of 10000)" in done.stdout
+    )
     bars = re.findall(r"^epoch 1/1: +(\d+)%.*?(\d)/2 ", done.stderr, re.MULTILINE)
-    assert bars == [("0", "0"), ("50", "1"), ("100", "2")], done.stderr  # not those of two ranks
+    # not those of two ranks
+    assert bars == [("0", "0"), ("50", "1"), ("100", "2")], done.stderr
     half = path.read_bytes()
     done = torchrun("--examples=512", f"--checkpoint={path}", "--epochs=2", "--resume")
     assert "epoch  2/2" in done.stdout and "epoch  1/2" not in done.stdout
@@ -254,10 +309,13 @@ def test_torchrun_trains_saves_and_resumes(small, tmp_path):
     assert path.read_bytes() == other.read_bytes() != half
 
 
-def test_a_restart_of_torchrun_under_a_fixed_port_goes_on_from_the_checkpoint(small, tmp_path):
-    """The store under a fixed port outlives the restart, and with it the addresses of the dead.
+def test_a_restart_of_torchrun_under_a_fixed_port_goes_on_from_the_checkpoint(
+    small, tmp_path
+):
+    """A fixed port's store outlives the restart, and so do the addresses of the dead.
 
-    The torchruns of several machines do not count the same restarts, so a count does not help.
+    The torchruns of several machines do not count the same restarts, so a count does
+    not help.
     """
     script, path, other = (tmp_path / name for name in ("script.py", "net", "other"))
     script.write_text("""if True:
@@ -273,7 +331,7 @@ def test_a_restart_of_torchrun_under_a_fixed_port_goes_on_from_the_checkpoint(sm
                 os.kill(os.getpid(), signal.SIGKILL)
 
         if attempt != "0" and rank == "1":
-            time.sleep(2)  # for so long rank 0 could find the address of the one that died
+            time.sleep(2)  # for so long rank 0 could find the dead one's address
         save, train_ddp.save = train_ddp.save, save_and_die
         train_ddp.main()
     """)
@@ -285,7 +343,8 @@ def test_a_restart_of_torchrun_under_a_fixed_port_goes_on_from_the_checkpoint(sm
     run_on = f"--checkpoint={path}", *options, "--resume-if-there"
     done = torchrun(*run_on, how=how, script=(script,))
     saves = re.findall(r"attempt (\d) rank 1 saved", done.stdout)
-    assert saves == ["0", "1"], done.stdout  # batch 1; batch 2 by the next attempt, not the third
+    # batch 1; batch 2 by the next attempt, not the third
+    assert saves == ["0", "1"], done.stdout
     assert done.stdout.count("there is none yet, so this is the beginning") == 1
     run(2, small, (f"--checkpoint={other}", *options))
     assert path.read_bytes() == other.read_bytes()

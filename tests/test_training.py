@@ -17,7 +17,8 @@ silent = {"on_progress": lambda history: None}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# In float64, unless it is said: kernels round differently, and no tolerance must hang on one.
+# In float64, unless it is said: kernels round differently, and no tolerance must hang
+# on one.
 
 
 def batch(rows, dtype=torch.float64, seed=0):
@@ -33,13 +34,15 @@ def replicas(k, dtype=torch.float64):
 
 
 def step_with_autograd_alone(X, y, params):
-    """One step of gradient descent on the mean loss, without any part of ours but the network."""
+    """One step of gradient descent on the mean loss; only the network is ours."""
     grads = torch.autograd.grad(loss(lenet(X, params), y).mean(), params)
     return [p.detach() - LR * g for p, g in zip(params, grads, strict=True)]
 
 
 def same(params, others):
-    return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(params, others, strict=True))
+    return all(
+        torch.equal(a.cpu(), b.cpu()) for a, b in zip(params, others, strict=True)
+    )
 
 
 def test_get_params_gives_independent_copies_that_record_gradients():
@@ -61,13 +64,17 @@ def test_shards_differ_by_at_most_a_row_and_lose_none():
         sizes = [len(shard) for shard in X_shards]
         assert sizes == [len(shard) for shard in y_shards] and len(sizes) == k
         assert max(sizes) - min(sizes) <= 1
-        assert torch.equal(torch.cat(X_shards), X) and torch.equal(torch.cat(y_shards), y)
+        assert torch.equal(torch.cat(X_shards), X) and torch.equal(
+            torch.cat(y_shards), y
+        )
     with d2lpar.count_bytes() as ledger:
         d2lpar.split_batch(*batch(6, torch.float32), [CPU] * 2)
     assert ledger.bytes == {("host", i): 3 * (28 * 28 * 4 + 8) for i in range(2)}
 
 
-@pytest.mark.parametrize("allreduce", [d2lpar.naive_allreduce, d2lpar.ring_allreduce, None])
+@pytest.mark.parametrize(
+    "allreduce", [d2lpar.naive_allreduce, d2lpar.ring_allreduce, None]
+)
 def test_steps_are_the_same_on_any_number_of_devices(allreduce):
     allreduce = allreduce or partial(d2lpar.allreduce, schedule=d2lpar.tree)
     for k in (1, 2, 3, 8):  # ragged shards, and at times fewer rows than devices
@@ -117,7 +124,8 @@ def rebinding(data):
         {"sgd": mean_of_means, "loss": lambda y_hat, y: loss(y_hat, y).mean()},
         {"split_batch": without_the_last_rows},
         {"ring_allreduce": lambda data: None},
-        {"ring_allreduce": lambda data: d2lpar.allreduce(data, op="mean")},  # divides twice
+        # divides twice
+        {"ring_allreduce": lambda data: d2lpar.allreduce(data, op="mean")},
         {"ring_allreduce": rebinding},
     ],
     ids=["mean of means", "lost rows", "no allreduce", "division by k", "not in place"],
@@ -170,7 +178,8 @@ def tiny_data(monkeypatch):
         parts = zip(whole(batch_size, device=device), (512, 256), strict=True)
         return [Doubles(p.images[:n], p.labels[:n], batch_size, seed) for p, n in parts]
 
-    def params_in_float64(generator):  # the book's scale of 0.01 would need thousands of steps
+    # the book's scale of 0.01 would need thousands of steps
+    def params_in_float64(generator):
         return [p.double() for p in init_params(0.1, generator)]
 
     monkeypatch.setattr(training, "load_data_fashion_mnist", load)
@@ -199,7 +208,8 @@ def test_the_seed_is_that_of_the_parameters_and_of_the_order(tiny_data):
     history = train(1, 64, 0.5, num_epochs=1, seed=3, **silent)
     params = get_params(training.init_params(torch.Generator().manual_seed(3)), CPU)
     mean_loss = training.train_epoch(tiny_data(64, seed=3)[0], [params], [CPU], 0.5)
-    three = train(3, 64, 0.5, num_epochs=1, seed=3, **silent)  # the same on any number of devices
+    # the same on any number of devices
+    three = train(3, 64, 0.5, num_epochs=1, seed=3, **silent)
     for run in (history, three):
         assert distance([p.cpu() for p in run.device_params[0]], params) < 1e-10
         assert run.loss == [pytest.approx(mean_loss, rel=1e-10)]
@@ -225,10 +235,14 @@ def one_step(rows, num_devices=2, labels=None, params=None):
 def test_errors_name_what_does_not_fit():
     for call, words in (
         (lambda: d2lpar.split_batch(*batch(6), []), "devices is empty"),
-        (lambda: one_step(6, labels=5), r"X has shape \(6, 1, 28, 28\), but y has shape \(5,\)"),
+        (
+            lambda: one_step(6, labels=5),
+            r"X has shape \(6, 1, 28, 28\), but y has shape \(5,\)",
+        ),
         (lambda: one_step(0), "the batch is empty"),
         (lambda: one_step(4, num_devices=3), "2 replicas for 3 devices"),
-        (lambda: one_step(4, params=replicas(1)[0] * 2), "share memory"),  # as .to would give
+        # as .to would give
+        (lambda: one_step(4, params=replicas(1)[0] * 2), "share memory"),
         (lambda: train(0, 256, 0.1), "number of devices must be a positive int, not 0"),
         (lambda: train(1, 0, 0.1), "batch_size must be a positive int, not 0"),
         (lambda: train(1, 256, 0.1, 0), "num_epochs must be positive, not 0"),

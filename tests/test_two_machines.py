@@ -1,4 +1,4 @@
-"""Two machines train like one. A cable that is cut ends the run, a stranger at a port does not."""
+"""Two machines train like one. A cut cable ends it, a stranger does not."""
 
 import os
 import shutil
@@ -22,7 +22,8 @@ from d2lpar.collectives.cost import closed_form
 from d2lpar.collectives.schedules import ring
 
 ROOT = Path(__file__).resolve().parents[1]
-LONG = 120  # seconds for a training that takes ten; without a limit of its own it waits for 300
+# seconds for a training that takes ten; without a limit of its own it waits for 300
+LONG = 120
 OPTIONS, STEPS = ("--examples=2560", "--epochs=2"), 20
 WHY_NOT = tm.missing()
 needs_two_machines = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -71,8 +72,12 @@ STRANGER = """if True:
 
 
 def start(begin, *words):
-    """Start processes that print here what they print, errors too, and do what they are told."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    """Start processes whose output is printed here, and which take commands."""
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+    }
     return begin(sys.executable, *words, **pipes, cwd=ROOT, text=True)
 
 
@@ -81,7 +86,12 @@ def torchrun(machines, *words):
     meet = f"--master_addr={machines[0].address}", f"--master_port={tm.PORT}"
     command = "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", *meet
     return [
-        start(partial(machine.start, env=tm.environment()), *command, f"--node_rank={i}", *words)
+        start(
+            partial(machine.start, env=tm.environment()),
+            *command,
+            f"--node_rank={i}",
+            *words,
+        )
         for i, machine in enumerate(machines)
     ]
 
@@ -127,8 +137,11 @@ def under_way(machines):
 
 
 def greet(machine, address, ports, greetings):
-    """Let a stranger in a machine connect to ports, say each of the greetings there, and stay."""
-    lists = " ".join(map(str, ports)), " ".join(f"x{words.hex()}" for words in greetings)
+    """Let a stranger in a machine connect to ports, greet, and stay."""
+    lists = (
+        " ".join(map(str, ports)),
+        " ".join(f"x{words.hex()}" for words in greetings),
+    )
     until_ready(start(machine.start, "-c", STRANGER, address, *lists))
 
 
@@ -153,7 +166,9 @@ def test_what_is_missing_for_two_machines_is_named(monkeypatch):
         raise OSError("the kernel refuses namespaces: unshare failed")
 
     monkeypatch.setattr(tm, "Machine", refused)
-    assert tm.missing().endswith("cannot be made: the kernel refuses namespaces: unshare failed")
+    assert tm.missing().endswith(
+        "cannot be made: the kernel refuses namespaces: unshare failed"
+    )
 
 
 @needs_two_machines
@@ -170,7 +185,9 @@ def test_nothing_is_left_of_two_machines_whose_maker_is_killed():
     """
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program], env=env, cwd=ROOT, **pipes) as maker:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=env, cwd=ROOT, **pipes
+    ) as maker:
         sleepers = list(map(int, maker.stdout.readline().split()))
         assert len(sleepers) == 2 and all(map(runs, sleepers))
         maker.kill()
@@ -179,14 +196,18 @@ def test_nothing_is_left_of_two_machines_whose_maker_is_killed():
 
 @needs_two_machines
 @pytest.mark.skipif(not shutil.which("tc"), reason="needs tc (of iproute2)")
-@pytest.mark.parametrize(("delay", "seen"), [("", "rate 100Mbit"), ("3ms", "delay 3ms")])
+@pytest.mark.parametrize(
+    ("delay", "seen"), [("", "rate 100Mbit"), ("3ms", "delay 3ms")]
+)
 def test_a_cable_can_be_slow(delay, seen):
     with tm.two_machines() as machines:
         try:
             machines[0].slow_down("100mbit", delay)
         except OSError as error:
             pytest.skip(f"the kernel has no such queue: {error}")
-        shown = [machine.run("tc", "qdisc", "show", "dev", tm.CABLE) for machine in machines]
+        shown = [
+            machine.run("tc", "qdisc", "show", "dev", tm.CABLE) for machine in machines
+        ]
         assert [seen in text for text in shown] == [True, False]
 
 
@@ -246,7 +267,9 @@ def test_two_machines_train_like_one_and_send_what_a_ring_would(tmp_path, expect
 
 
 @needs_two_machines
-def test_a_cable_that_is_cut_ends_both_sides_with_an_error_that_names_the_other(tmp_path):
+def test_a_cable_that_is_cut_ends_both_sides_with_an_error_that_names_the_other(
+    tmp_path,
+):
     script = tmp_path / "script.py"
     script.write_text(TOGETHER)
     options = f"--timeout={SOON}", "--epochs=100"
@@ -269,7 +292,9 @@ def test_a_cable_that_is_cut_ends_both_sides_with_an_error_that_names_the_other(
             cut(*machines)
         for name, (machines, processes) in runs.items():
             for i, (code, text) in enumerate(ends(processes)):
-                assert code == 1 and f"PeerError: rank {1 - i} did not answer" in text, (name, text)
+                assert (
+                    code == 1 and f"PeerError: rank {1 - i} did not answer" in text
+                ), (name, text)
             assert [machine.processes() for machine in machines] == [[], []]
             assert not (tmp_path / name).exists()  # it was in its first epoch
 
@@ -284,14 +309,19 @@ def test_strangers_at_every_port_and_a_short_cut_change_nothing(tmp_path, expect
         processes = torchrun(machines, *words)
         under_way(machines)
         agents = [
-            child for process in processes for child in psutil.Process(process.pid).children()
+            child
+            for process in processes
+            for child in psutil.Process(process.pid).children()
         ]
         ranks = [child for agent in agents for child in agent.children()]
         for rank in ranks:
             rank.suspend()  # so that it does not end before all this has happened
         ports = [machine.ports() for machine in machines]
-        assert list(map(len, ports)) == [2, 1] and tm.PORT in ports[0]  # the store, and two gloos
-        for machine, theirs, numbers in zip(machines, machines[::-1], ports[::-1], strict=True):
+        # the store, and two gloos
+        assert list(map(len, ports)) == [2, 1] and tm.PORT in ports[0]
+        for machine, theirs, numbers in zip(
+            machines, machines[::-1], ports[::-1], strict=True
+        ):
             greet(machine, theirs.address, numbers, greetings)
         machines[0].plug(False)
         for rank in ranks:
@@ -313,7 +343,9 @@ def test_a_stranger_in_the_place_of_a_peer_is_noticed():
         tell(ranks[0])  # to join: it waits for the other one, which would connect to it
         wait_until(lambda: machines[0].ports() - {tm.PORT})
         numbers = [n.to_bytes(8, sys.byteorder) for n in range(10)]
-        greet(machines[1], machines[0].address, machines[0].ports() - {tm.PORT}, numbers)
+        greet(
+            machines[1], machines[0].address, machines[0].ports() - {tm.PORT}, numbers
+        )
         tell(ranks[1])
         until_ready(*ranks)
         tell(*ranks, word="ring")

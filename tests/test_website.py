@@ -1,4 +1,4 @@
-"""What the site is made from: the schedules for its players, and the pages of the reference."""
+"""What the site is made from: schedules for its players, pages of the reference."""
 
 import json
 import shutil
@@ -17,11 +17,19 @@ needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node
 
 
 def javascript(file, program, data):
-    """What a program prints, as JSON; ``players`` is what a file of the site exports."""
+    """What a program prints, as JSON; ``players`` is what a site's file exports."""
     text = f"const players = require('./docs/_static/{file}.js'); let text = '';"
     text += "process.stdin.on('data', (part) => (text += part)).on('end', () => {"
-    text += f"const data = JSON.parse(text); console.log(JSON.stringify(({program})(data))); }});"
-    options = {"input": json.dumps(data), "capture_output": True, "text": True, "timeout": 100}
+    text += (
+        "const data = JSON.parse(text);"
+        f" console.log(JSON.stringify(({program})(data))); }});"
+    )
+    options = {
+        "input": json.dumps(data),
+        "capture_output": True,
+        "text": True,
+        "timeout": 100,
+    }
     done = subprocess.run(["node", "-e", text], cwd=ROOT, **options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -39,9 +47,14 @@ def test_the_schedule_player_knows_what_python_knows():
     for (name, k, nbytes), (states, costs) in zip(cases, found, strict=True):
         schedule = website.SCHEDULES[name]
         expected = collectives.holdings(schedule(k), k)
-        assert [[[tuple(c) for c in held] for held in state] for state in states] == expected
+        assert [
+            [[tuple(c) for c in held] for held in state] for state in states
+        ] == expected
         cost = walk(schedule, k, nbytes)
-        assert len(costs) == cost.steps + 1 and costs[0] == {"sent": [0] * k, "seconds": 0}
+        assert len(costs) == cost.steps + 1 and costs[0] == {
+            "sent": [0] * k,
+            "seconds": 0,
+        }
         assert tuple(costs[-1]["sent"]) == cost.sent
         assert costs[-1]["seconds"] == pytest.approx(cost.seconds, rel=1e-12)
 
@@ -63,7 +76,8 @@ def test_the_pipeline_player_knows_what_python_knows():
         expected = pipeline.predict(ticks, 1, backward, transfer)
         kind = {True: "forward", False: "backward"}
         seen = {
-            (s["stage"], s["microbatch"], kind[s["forward"]], s["start"], s["end"]) for s in spans
+            (s["stage"], s["microbatch"], kind[s["forward"]], s["start"], s["end"])
+            for s in spans
         }
         assert seen == set(map(tuple, expected)) and len(spans) == len(expected)
         assert [s["end"] for s in spans] == [span.end for span in expected]
@@ -76,7 +90,9 @@ def test_the_pipeline_player_knows_what_python_knows():
 @needs_node
 def test_players_write_numbers_with_three_digits_and_a_unit():
     program = "(data) => [data.map(players.bytes), data.map(players.time)]"
-    sizes, times = javascript("schedules", program, [0, 1, 999, 1333333, 2.5e9, 1.5e-5, 0.02])
+    sizes, times = javascript(
+        "schedules", program, [0, 1, 999, 1333333, 2.5e9, 1.5e-5, 0.02]
+    )
     assert sizes[:5] == ["0 B", "1 B", "999 B", "1.33 MB", "2.5 GB"]
     assert times[0] == "0 µs" and times[5:] == ["15 µs", "20 ms"]
 
@@ -87,20 +103,26 @@ def test_what_is_exported_is_what_the_module_returns():
     assert all(list(by_size) == list(range(2, 9)) for by_size in exported.values())
     whole = {
         "chunks": 1,
-        "steps": [[[1, 0, 0, 1, 1], [2, 0, 0, 1, 1]], [[0, 1, 0, 1, 0], [0, 2, 0, 1, 0]]],
+        "steps": [
+            [[1, 0, 0, 1, 1], [2, 0, 0, 1, 1]],
+            [[0, 1, 0, 1, 0], [0, 2, 0, 1, 0]],
+        ],
     }
     assert exported["star"][3] == whole  # a move of the whole tensor has all chunks
     assert exported["ring"][2]["steps"] == [
         [[0, 1, 1, 2, 1], [1, 0, 0, 1, 1]],
         [[0, 1, 0, 1, 0], [1, 0, 1, 2, 0]],
     ]
-    assert exported["halving_doubling"][4]["steps"][0][0] == [0, 2, 2, 4, 1]  # a range of chunks
+    # a range of chunks
+    assert exported["halving_doubling"][4]["steps"][0][0] == [0, 2, 2, 4, 1]
     orders = website.exported_pipelines()["one_f_one_b"]["2,3"]
     assert orders == [[1, 2, -1, 3, -2, -3], [1, -1, 2, -2, 3, -3]]
 
 
 def test_the_reference_has_every_room_file_and_name():
-    places = [f"{room}.{file}".strip(".") for room, files in HOUSE for file in files.split()]
+    places = [
+        f"{room}.{file}".strip(".") for room, files in HOUSE for file in files.split()
+    ]
     shown = [*website.GROUND, *website.ROOF]
     for room in sorted({room for room, _ in HOUSE if room}):
         order = website.reading_order(PACKAGE / room)
@@ -110,7 +132,8 @@ def test_the_reference_has_every_room_file_and_name():
         )
         for file, names in website.exported_names(PACKAGE / room).items():
             assert (
-                f".. automodule:: d2lpar.{room}.{file}\n   :members: {', '.join(names)}\n" in page
+                f".. automodule:: d2lpar.{room}.{file}\n   :members:"
+                f" {', '.join(names)}\n" in page
             )
     assert sorted(shown) == sorted(set(places) - {"guards"})
 
@@ -123,14 +146,21 @@ def test_the_front_page_has_the_question_of_each_chapter():
     page = website.chapter_list(chapters)
     for chapter in chapters:
         assert all(chapter.values()) and chapter["question"].endswith("?")
-        assert f"]({'notebooks'}/{chapter['name']}.ipynb)" in page and chapter["question"] in page
+        assert (
+            f"]({'notebooks'}/{chapter['name']}.ipynb)" in page
+            and chapter["question"] in page
+        )
 
 
 def test_an_exercise_begins_with_what_the_chapter_defined_folded_away(tmp_path):
     path = tmp_path / "03_allreduce.ipynb"
     shutil.copy(ROOT / "notebooks" / "exercises" / path.name, path)
     website.fold_setup(path)
-    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    cells = [
+        cell
+        for cell in nbformat.read(path, as_version=4).cells
+        if cell.cell_type == "code"
+    ]
     folded = ["hide-input" in cell.metadata.get("tags", []) for cell in cells]
     assert folded == [True] + [False] * (len(cells) - 1)
     assert cells[0].metadata.nbgrader.grade_id == "setup"

@@ -1,4 +1,4 @@
-"""Copies of the notebooks for readers to change: what they changed is never overwritten."""
+"""Copies of the notebooks: what a reader has changed is never overwritten."""
 
 import json
 import shutil
@@ -31,7 +31,9 @@ def folders(tmp_path):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return sorted(
+        path.name for path in folder.iterdir() if not path.name.startswith(".")
+    )
 
 
 def test_notebooks_and_their_pictures_are_copied(folders):
@@ -55,7 +57,10 @@ def test_a_copy_that_was_not_changed_is_renewed(folders, saved):
     if saved:
         opened = json.loads((work / "01_a.ipynb").read_text())
         opened["metadata"]["language_info"] = {"version": "3.11.7"}
-        opened["cells"][0] |= {"metadata": {"trusted": False}, "source": ["two\n", "lines"]}
+        opened["cells"][0] |= {
+            "metadata": {"trusted": False},
+            "source": ["two\n", "lines"],
+        }
         (work / "01_a.ipynb").write_text(json.dumps(opened))
     save(notebooks / "01_a.ipynb", ["second"])
     assert work_copies.refresh(*folders) == []
@@ -63,7 +68,9 @@ def test_a_copy_that_was_not_changed_is_renewed(folders, saved):
 
 
 @pytest.mark.parametrize(
-    "mine", [{"source": ["mine"]}, {"outputs": []}, {"metadata": {"tags": ["mine"]}}], ids=list
+    "mine",
+    [{"source": ["mine"]}, {"outputs": []}, {"metadata": {"tags": ["mine"]}}],
+    ids=list,
 )
 def test_a_copy_that_was_changed_stays_and_what_is_new_comes_beside_it(folders, mine):
     notebooks, work = folders
@@ -76,7 +83,10 @@ def test_a_copy_that_was_changed_stays_and_what_is_new_comes_beside_it(folders, 
     for text in ("second", "third"):
         save(notebooks / "01_a.ipynb", text)
         [line] = work_copies.refresh(*folders)
-        assert "01_a.ipynb: you have changed your copy" in line and "01_a.new.ipynb" in line
+        assert (
+            "01_a.ipynb: you have changed your copy" in line
+            and "01_a.new.ipynb" in line
+        )
         assert names(work) == ["01_a.ipynb", "01_a.new.ipynb"]
         assert source(work / "01_a.new.ipynb") == [text]
         assert work_copies.refresh(*folders) == []  # said once
@@ -101,7 +111,9 @@ def test_a_file_that_was_removed_comes_back_but_not_beside_a_copy(folders):
     assert work_copies.refresh(*folders) == [] and names(work) == ["01_a.ipynb"]
     save(work / "01_a.ipynb", "second")  # taken over
     save(notebooks / "01_a.ipynb", "third")
-    assert work_copies.refresh(*folders) == [] and source(work / "01_a.ipynb") == ["third"]
+    assert work_copies.refresh(*folders) == [] and source(work / "01_a.ipynb") == [
+        "third"
+    ]
 
 
 def test_what_is_no_notebook_any_more_and_what_has_no_record_stay(folders):
@@ -120,7 +132,9 @@ def test_git_and_clean_leave_the_copies_alone(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "work" / "01_a.ipynb").touch()
     subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
-    assert (tmp_path / "work" / "01_a.ipynb").exists() and not (tmp_path / "build").exists()
+    assert (tmp_path / "work" / "01_a.ipynb").exists() and not (
+        tmp_path / "build"
+    ).exists()
     assert "work/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
@@ -131,7 +145,9 @@ def test_the_lab_opens_the_copies_and_asks_nothing_about_news():
     assert copies.endswith("tools/work_copies.py")
     assert "--LabApp.default_url=/lab/tree/work " in lab
     assert "--LabApp.app_settings_dir=tools/lab " in lab
-    [[plugin, settings]] = json.loads((ROOT / "tools/lab/overrides.json").read_text()).items()
+    [[plugin, settings]] = json.loads(
+        (ROOT / "tools/lab/overrides.json").read_text()
+    ).items()
     assert settings == {"fetchNews": "false"}
     schemas = Path(sysconfig.get_path("data"), "share", "jupyter", "lab", "schemas")
     schema = schemas.joinpath(*plugin.split(":")).with_suffix(".json")

@@ -1,15 +1,15 @@
-"""Try answers to the exercises: the solutions, the stubs, and wrong ones that must be refused.
+"""Try answers to the exercises: solutions, stubs, and wrong ones that must be refused.
 
     python tools/answers.py              of all chapters
     python tools/answers.py 03 museum    of those whose names begin so
 
-A chapter's wrong answers are in tests/exercises/NN_name.toml: the id of the exercise's solution
-cell, why the answer is wrong, the answer itself (``old`` in the solution replaced by ``new``, or a
-whole ``answer``), and a regular expression for what the check says. ``[needs]`` names exercises
-that an older torch cannot do, with the version that can; they are left out there. Each chapter
-runs in a process of its own. Every answer gets a fresh namespace, in which only the setup cell has
-run, so that no exercise needs another one. The exit status is 1 when something is not as it should
-be.
+A chapter's wrong answers are in tests/exercises/NN_name.toml: the id of the exercise's
+solution cell, why the answer is wrong, the answer itself (``old`` in the solution
+replaced by ``new``, or a whole ``answer``), and a regular expression for what the check
+says. ``[needs]`` names exercises that an older torch cannot do, with the version that
+can; they are left out there. Each chapter runs in a process of its own. Every answer
+gets a fresh namespace, in which only the setup cell has run, so that no exercise needs
+another one. The exit status is 1 when something is not as it should be.
 """
 
 import argparse
@@ -39,7 +39,7 @@ KEYS = {"exercise", "why", "says"}
 
 
 class Exercise(NamedTuple):
-    """One exercise of a master: its number, the id and source of its answer, and its check."""
+    """An exercise of a master: number, id and source of its answer, and its check."""
 
     number: int
     id: str
@@ -53,13 +53,13 @@ class Exercise(NamedTuple):
 
 
 def masters(begin: Sequence[str] = ()) -> list[str]:
-    """Return the names of all masters, or of those that begin with one of these texts."""
+    """Return the names of all masters, or of those that begin with one of ``begin``."""
     names = sorted(path.stem for path in MASTERS.glob("*.ipynb"))
     return [name for name in names if not begin or name.startswith(tuple(begin))]
 
 
 def exercises_of(name: str) -> tuple[str, list[Exercise]]:
-    """Return the setup of a master, and those exercises with a check that this torch can do."""
+    """Return a master's setup, and those exercises whose check this torch can do."""
     setup, exercises, number, answer = "", [], 0, None
     for cell in read(MASTERS / f"{name}.ipynb").cells:
         heading = re.match(r"## (?:Exercise )?(\d+)\b", cell.source)
@@ -71,7 +71,9 @@ def exercises_of(name: str) -> tuple[str, list[Exercise]]:
         elif kind == "solution":
             answer = cell
         elif kind == "check":
-            exercises.append(Exercise(number, answer.id, answer.source, without_marks(cell.source)))
+            exercises.append(
+                Exercise(number, answer.id, answer.source, without_marks(cell.source))
+            )
     needs, torch = listed(name).get("needs", {}), Version(version("torch"))
     return setup, [e for e in exercises if torch >= Version(needs.get(e.id, "0"))]
 
@@ -89,16 +91,24 @@ def without_marks(check: str) -> str:
 def wrong_answers(name: str) -> list[dict]:
     """Return a chapter's wrong answers, each with its ``answer`` in full."""
     answers = {exercise.id: exercise.answer for exercise in exercises_of(name)[1]}
-    entries = [entry for entry in listed(name)["wrong"] if entry.get("exercise") in answers]
+    entries = [
+        entry for entry in listed(name)["wrong"] if entry.get("exercise") in answers
+    ]
     for entry in entries:
         place = f"{name}.toml, {entry.get('exercise')}, {entry.get('why')}"
         if set(entry) not in (KEYS | {"answer"}, KEYS | {"old", "new"}):
             raise ValueError(f"{place}: it has {', '.join(entry)}")
         if "old" in entry:
             answer = answers[entry["exercise"]]
-            found = [region for _, region in SOLUTION.findall(answer) if entry["old"] in region]
+            found = [
+                region
+                for _, region in SOLUTION.findall(answer)
+                if entry["old"] in region
+            ]
             if len(found) != 1 or found[0].count(entry["old"]) != 1:
-                raise ValueError(f"{place}: the old text does not stand once in the solution")
+                raise ValueError(
+                    f"{place}: the old text does not stand once in the solution"
+                )
             changed = found[0].replace(entry["old"], entry["new"])
             entry["answer"] = solution(answer.replace(found[0], changed))
     return entries
@@ -108,7 +118,8 @@ def try_all(name: str) -> dict:
     """Run all answers of a chapter in this process; return what the checks said."""
     from d2lpar import data
 
-    data.read_idx = functools.cache(data.read_idx)  # each setup would read the files again
+    # each setup would read the files again
+    data.read_idx = functools.cache(data.read_idx)
     setup, exercises = exercises_of(name)
     begin = time.perf_counter()
     namespace = fresh(setup)
@@ -121,7 +132,9 @@ def try_all(name: str) -> dict:
         "whole": whole,
         "alone": [attempt(fresh(setup), e, e.solution) for e in exercises],
         "stub": [attempt(fresh(setup), e, unsolved(e.answer)) for e in exercises],
-        "wrong": [attempt(fresh(setup), by_id[w["exercise"]], w["answer"]) for w in wrong],
+        "wrong": [
+            attempt(fresh(setup), by_id[w["exercise"]], w["answer"]) for w in wrong
+        ],
     }
 
 
@@ -139,14 +152,20 @@ def fresh(setup: str) -> dict:
 def run_cell(name: str, source: str, namespace: dict) -> None:
     """Run a cell, whose source tracebacks and ranks will find."""
     place = f"<{name}>"
-    linecache.cache[place] = (len(source), None, source.splitlines(keepends=True), place)
+    linecache.cache[place] = (
+        len(source),
+        None,
+        source.splitlines(keepends=True),
+        place,
+    )
     exec(compile(source, place, "exec"), namespace)
 
 
 def attempt(namespace: dict, exercise: Exercise, answer: str) -> dict:
-    """Run an answer and its check; return what they printed, and the error that ended the check.
+    """Run an answer and its check; return what they printed, and the check's error.
 
-    Like a student who runs all cells, this goes on to the check when the answer itself raises.
+    Like a student who runs all cells, this goes on to the check when the answer itself
+    raises.
     """
     from d2lpar.study.checks import AnswerError
 
@@ -167,24 +186,33 @@ def attempt(namespace: dict, exercise: Exercise, answer: str) -> dict:
 
 
 def at_a_time() -> int:
-    """Return how many chapters can run side by side, if each may use OMP_NUM_THREADS cores."""
+    """Return how many chapters fit side by side at OMP_NUM_THREADS cores each."""
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def run(name: str) -> dict:
-    """Try all answers of a chapter in a process of its own; return what ``try_all`` does."""
+    """Try a chapter's answers in a process of its own; return what ``try_all`` does."""
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     command = [sys.executable, "-W", "error", __file__, "--in-this-process", name]
-    options = {"capture_output": True, "text": True, "timeout": LIMIT, "env": environment}
+    options = {
+        "capture_output": True,
+        "text": True,
+        "timeout": LIMIT,
+        "env": environment,
+    }
     begin = time.perf_counter()
     done = subprocess.run(command, **options)
     if done.returncode:
-        raise RuntimeError(f"{name}: the answers cannot be tried:\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1]) | {"process": time.perf_counter() - begin}
+        raise RuntimeError(
+            f"{name}: the answers cannot be tried:\n{done.stdout}{done.stderr}"
+        )
+    return json.loads(done.stdout.splitlines()[-1]) | {
+        "process": time.perf_counter() - begin
+    }
 
 
 def complaints(name: str, found: dict) -> list[str]:
-    """Return what is not as it should be: solutions that fail, wrong answers that pass."""
+    """Return what is wrong: solutions that fail, and wrong answers that pass."""
     lines = []
     for exercise, *attempts in zip(
         exercises_of(name)[1], found["whole"], found["alone"], strict=True
@@ -193,9 +221,14 @@ def complaints(name: str, found: dict) -> list[str]:
             last = next(iter(said["printed"].splitlines()[-1:]), "")
             bad = said["error"] or said["stderr"] or said["raised"]
             if bad or not last.startswith(f"{exercise.number}: done"):
-                lines.append(f"{exercise.id}: the solution, {how}, is not simply done: {said}")
+                lines.append(
+                    f"{exercise.id}: the solution, {how}, is not simply done: {said}"
+                )
     for exercise, said in zip(exercises_of(name)[1], found["stub"], strict=True):
-        lines += [f"{exercise.id}, the stub: {line}" for line in bad_refusal(exercise.number, said)]
+        lines += [
+            f"{exercise.id}, the stub: {line}"
+            for line in bad_refusal(exercise.number, said)
+        ]
     numbers = {exercise.id: exercise.number for exercise in exercises_of(name)[1]}
     for wrong, said in zip(wrong_answers(name), found["wrong"], strict=True):
         bad = bad_refusal(numbers[wrong["exercise"]], said, wrong["says"])
@@ -208,7 +241,11 @@ def bad_refusal(number: int, said: dict, pattern: str = "") -> list[str]:
     text = said["error"]
     if text is None:
         return ["it is accepted"]
-    if not text.startswith(f"{number}: ") or "\n" in text or not 12 < len(text) <= SENTENCE:
+    if (
+        not text.startswith(f"{number}: ")
+        or "\n" in text
+        or not 12 < len(text) <= SENTENCE
+    ):
         return [f"this is not one sentence that begins with {number}: {text!r}"]
     if not re.search(pattern, text):
         return [f"{text!r} does not match {pattern!r}"]
@@ -220,7 +257,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="how the names of the chapters begin")
     parser.add_argument("--in-this-process", metavar="NAME", help=argparse.SUPPRESS)
-    parser.add_argument("-v", "--verbose", action="store_true", help="print what the checks say")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print what the checks say"
+    )
     options = parser.parse_args(arguments)
     if options.in_this_process:
         print(json.dumps(try_all(options.in_this_process)))
@@ -230,16 +269,24 @@ def main(arguments: list[str] | None = None) -> int:
     with ThreadPoolExecutor(at_a_time()) as pool:
         for name, found in zip(chosen, pool.map(run, chosen), strict=True):
             wrong = complaints(name, found)
-            solved, refused = solved + len(found["whole"]), refused + len(found["wrong"])
+            solved, refused = (
+                solved + len(found["whole"]),
+                refused + len(found["wrong"]),
+            )
             print(
-                f"{name:30} {len(found['whole'])} exercises in {found['seconds']:.1f} s, with"
-                f" {len(found['wrong'])} wrong answers and the rest {found['process']:.1f} s",
+                f"{name:30} {len(found['whole'])} exercises in {found['seconds']:.1f}"
+                f" s, with {len(found['wrong'])} wrong answers and the rest"
+                f" {found['process']:.1f} s",
                 *wrong,
                 sep="\n    ",
                 flush=True,
             )
             if options.verbose:
-                said = {"done": found["whole"], "stub": found["stub"], "wrong": found["wrong"]}
+                said = {
+                    "done": found["whole"],
+                    "stub": found["stub"],
+                    "wrong": found["wrong"],
+                }
                 for kind, attempts in said.items():
                     for one in attempts:
                         print(f"    {kind}: {one['error'] or one['printed'].rstrip()}")

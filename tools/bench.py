@@ -3,8 +3,8 @@
     python tools/bench.py                all of them
     python tools/bench.py ranks ddp      benchmarks/bench_ranks.py and bench_ddp.py
 
-The exit status is that of the last script that failed. A goal that is missed is no failure: the
-machine may be another one, or busy.
+The exit status is that of the last script that failed. A goal that is missed is no
+failure: the machine may be another one, or busy.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ GOAL = "goal "  # what a line begins with that timing.print_goal has printed
 
 
 def run(script: Path) -> tuple[list[str], int]:
-    """Run one benchmark, show what it prints, and return its goals and its exit status."""
+    """Run one benchmark, show its output, and return its goals and exit status."""
     print(f"\n== {script.stem}", flush=True)
     goals = []
     command = [sys.executable, "-u", str(script)]
@@ -42,7 +42,9 @@ def main() -> int:
         goals += reached
         if code:
             status = code
-            goals.append(f"{'FAILED':16} benchmarks/{known[name].name}, exit status {code}")
+            goals.append(
+                f"{'FAILED':16} benchmarks/{known[name].name}, exit status {code}"
+            )
     print("\n== all goals: median (quartiles), bound, the reference against itself")
     print("\n".join(goals) or "none in these")
     return status

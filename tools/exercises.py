@@ -1,13 +1,14 @@
-"""Make the exercises that students fill in from their masters, which have the solutions.
+"""Make the exercises that students fill in from masters with solutions.
 
     python tools/exercises.py                 rewrite notebooks/exercises/
     python tools/exercises.py --check         name what differs from the masters
-    python tools/exercises.py --course DIR    write a folder that nbgrader takes as it is
+    python tools/exercises.py --course DIR    write a folder for nbgrader
 
-The masters, tests/exercises/*.ipynb, are marked as nbgrader wants it: a region between the lines
-``### BEGIN SOLUTION`` and ``### END SOLUTION`` becomes one line that raises, and the lines between
-``### BEGIN HIDDEN TESTS`` and ``### END HIDDEN TESTS`` are left out. None of this needs nbgrader.
-The texts of the exercises are those of the chapters: a master's are rewritten, too.
+The masters, tests/exercises/*.ipynb, are marked as nbgrader wants it: a region between
+the lines ``### BEGIN SOLUTION`` and ``### END SOLUTION`` becomes one line that raises,
+and the lines between ``### BEGIN HIDDEN TESTS`` and ``### END HIDDEN TESTS`` are left
+out. None of this needs nbgrader. The texts of the exercises are those of the chapters:
+a master's are rewritten, too.
 """
 
 import argparse
@@ -33,7 +34,8 @@ REGION = r"^([ \t]*)### BEGIN {0}$\n(.*?)^[ \t]*### END {0}$\n?"
 SOLUTION = re.compile(REGION.format("SOLUTION"), flags=re.M | re.S)
 HIDDEN = re.compile(REGION.format("HIDDEN TESTS"), flags=re.M | re.S)
 
-# What a course needs to know. The stubs must be ours, so that both ways give the same notebook.
+# What a course needs to know. The stubs must be ours, so that both ways give the same
+# notebook.
 CONFIG = rf'''"""The settings of a course with the exercises of d2lpar."""
 
 c = get_config()
@@ -41,7 +43,8 @@ c.CourseDirectory.course_id = "d2lpar"
 c.ClearSolutions.code_stub = {{"python": {STUB!r}}}
 c.ClearSolutions.text_stub = {TEXT_STUB!r}
 # nbgrader zip_collect: files named such as ada_03_allreduce.ipynb
-c.FileNameCollectorPlugin.named_regexp = r".*?(?P<student_id>[^/]+?)_(?P<file_id>\d\d_\w+|museum)"
+named = r".*?(?P<student_id>[^/]+?)_(?P<file_id>\d\d_\w+|museum)"
+c.FileNameCollectorPlugin.named_regexp = named
 c.ExecutePreprocessor.timeout = 120  # seconds per cell: twice what a launch may take
 c.ExecutePreprocessor.extra_arguments = ["--Application.log_level=ERROR"]
 '''
@@ -70,7 +73,9 @@ def student(master: NotebookNode) -> NotebookNode:
     nb = copy.deepcopy(master)
     nb.metadata = copy.deepcopy(METADATA)
     for cell in nb.cells:
-        cell.source = unsolved(cell.source, STUB if cell.cell_type == "code" else TEXT_STUB)
+        cell.source = unsolved(
+            cell.source, STUB if cell.cell_type == "code" else TEXT_STUB
+        )
         if cell.cell_type == "code":
             cell.update(outputs=[], execution_count=None)
         if cell.metadata.get("nbgrader", {}).get("locked"):
@@ -79,7 +84,7 @@ def student(master: NotebookNode) -> NotebookNode:
 
 
 def chapter_texts(name: str) -> dict[str, str]:
-    """Return the text of each exercise of a chapter by its heading, and what stands before them.
+    """Return a chapter's exercises by heading, and what stands before them.
 
     The museum belongs to no chapter, and has none.
     """
@@ -111,7 +116,7 @@ def completed(master: NotebookNode, name: str) -> NotebookNode:
 
 
 def expected() -> dict[Path, str]:
-    """Return the text of each master and of each file that is made from it, formatted."""
+    """Return the text of each master and of what is made from it, formatted."""
     texts = {}
     for path in sorted(MASTERS.glob("*.ipynb")):
         master = completed(read(path), path.stem)
@@ -121,10 +126,12 @@ def expected() -> dict[Path, str]:
 
 
 def differences() -> list[Path]:
-    """Return the files that are missing, not formatted, not what the masters give, or left over."""
+    """Return the files that are missing, stale, not formatted, or left over."""
     texts = expected()
     left_over = set(STUDENTS.glob("*.ipynb")) - set(texts)
-    stale = [p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text]
+    stale = [
+        p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text
+    ]
     return sorted([*left_over, *stale])
 
 
@@ -132,7 +139,10 @@ def write() -> None:
     """Make ``differences`` empty, and name the files that change."""
     texts = expected()
     if not texts:
-        sys.exit(f"There are no masters in {MASTERS}: students' notebooks are made from them.")
+        sys.exit(
+            f"There are no masters in {MASTERS}: students' notebooks are made from"
+            " them."
+        )
     for path in differences():
         if path in texts:
             path.parent.mkdir(exist_ok=True)
@@ -154,20 +164,29 @@ def make_course(folder: Path) -> None:
     config = folder / "nbgrader_config.py"
     if not config.exists():
         config.write_text(CONFIG, encoding="utf-8")
-    print(f"A course with {len(list(folder.glob('source/*/*.ipynb')))} assignments: {folder}")
+    print(
+        f"A course with {len(list(folder.glob('source/*/*.ipynb')))} assignments:"
+        f" {folder}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing, name what differs")
-    parser.add_argument("--course", type=Path, metavar="DIR", help="write a course for nbgrader")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, name what differs"
+    )
+    parser.add_argument(
+        "--course", type=Path, metavar="DIR", help="write a course for nbgrader"
+    )
     options = parser.parse_args(arguments)
     if options.course:
         make_course(options.course)
     elif options.check:
         for path in (stale := differences()):
-            print(f"{path.relative_to(ROOT)} is not what the masters give: make exercises")
+            print(
+                f"{path.relative_to(ROOT)} is not what the masters give: make exercises"
+            )
         return int(bool(stale))
     else:
         write()

@@ -1,11 +1,12 @@
 """Hold the notebooks' "@save" cells to being alive: what they show has to be what runs.
 
-    python tools/live_cells.py [03 07]      runs the chapters, and names what was never entered
+    python tools/live_cells.py [03 07]    runs chapters, names what was never entered
 
-Without a run, ``dead`` follows the names: from each one that a saved cell defines there has to be a
-way to a statement that runs, and no import may put the module's own in its place. The command also
-sees what is reached but not entered, such as a method that nothing calls. It has each saved
-function and method note its name in a file when it is entered, in whatever process that happens.
+Without a run, ``dead`` follows the names: from each one that a saved cell defines there
+has to be a way to a statement that runs, and no import may put the module's own in its
+place. The command also sees what is reached but not entered, such as a method that
+nothing calls. It has each saved function and method note its name in a file when it is
+entered, in whatever process that happens.
 """
 
 import ast
@@ -31,7 +32,7 @@ def _entered(name, path={path!r}, seen=set()):
 
 
 def statements(nb: NotebookNode) -> Iterator[tuple[bool, ast.stmt]]:
-    """Yield (whether its cell is a saved one, statement) for each one at the top of a cell."""
+    """Yield (whether its cell is saved, statement) for each at the top of a cell."""
     for cell in nb.cells:
         if cell.cell_type == "code" and not cell.source.startswith("%%"):
             lines = cell.source.splitlines()
@@ -47,7 +48,7 @@ def loaded(node: ast.AST) -> set[str]:
 
 
 def dead(nb: NotebookNode) -> Iterator[str]:
-    """Yield a complaint for each name of a saved cell that nothing runs, or that is imported."""
+    """Complain of each name of a saved cell that nothing runs, or that is imported."""
     saved, imported, uses, waiting = [], set(), defaultdict(set), set()
     for is_saved, node in statements(nb):
         if isinstance(node, NAMED):
@@ -70,7 +71,7 @@ def dead(nb: NotebookNode) -> Iterator[str]:
 
 
 def functions(cell: NotebookNode) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Yield (dotted name, definition) for the functions and methods of a saved cell's classes."""
+    """Yield (dotted name, definition) of a saved cell's functions and methods."""
     for node in ast.parse(cell.source).body if cell.source.startswith("#@save") else ():
         members = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"{node.name}." * isinstance(node, ast.ClassDef)
@@ -80,7 +81,7 @@ def functions(cell: NotebookNode) -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 def recording(nb: NotebookNode, record: Path) -> list[str]:
-    """Let saved functions note in ``record`` that they are entered; return their names."""
+    """Let saved functions note in ``record`` that they are entered; name them all."""
     names = []
     for cell in nb.cells:
         if cell.cell_type != "code":
@@ -88,9 +89,16 @@ def recording(nb: NotebookNode, record: Path) -> list[str]:
         lines = cell.source.splitlines()
         for name, node in reversed(list(functions(cell))):
             names.append(name)
-            body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
+            body = (
+                node.body[1:]
+                if ast.get_docstring(node) and node.body[1:]
+                else node.body
+            )
             first = min(
-                [body[0].lineno, *(d.lineno for d in getattr(body[0], "decorator_list", []))]
+                [
+                    body[0].lineno,
+                    *(d.lineno for d in getattr(body[0], "decorator_list", [])),
+                ]
             )
             lines.insert(first - 1, f"{' ' * body[0].col_offset}_entered({name!r})")
         cell.source = "\n".join(lines)
@@ -116,7 +124,10 @@ def main(chosen: list[str]) -> int:
         entered = record.read_text().split() if record.exists() else []
         missing = [name for name in names if name not in entered]
         if names and (chapter.startswith(tuple(chosen)) or not chosen):
-            print(f"{chapter}: {len(names) - len(missing)} of {len(names)} were entered", *missing)
+            print(
+                f"{chapter}: {len(names) - len(missing)} of {len(names)} were entered",
+                *missing,
+            )
             status = status or bool(missing)
     return int(status)
 

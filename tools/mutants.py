@@ -1,11 +1,12 @@
 """Break the module in one place after the other, and see that the named test notices.
 
     python tools/mutants.py                  all that stand in tests/mutants/
-    python tools/mutants.py ranks plot       those of some rooms
+    python tools/mutants.py ranks sharding   those of some rooms
 
-Each file of tests/mutants/ lists the mutants of one room: what breaks, the file, the old text and
-the new one, the test that must fail. They are made in copies of the working tree, never in the tree
-itself. The exit status is 1 when a mutant survives, or cannot be tried.
+Each file of tests/mutants/ lists the mutants of one room: what breaks, the file, the
+old text and the new one, the test that must fail. They are made in copies of the
+working tree, never in the tree itself. The exit status is 1 when a mutant survives, or
+cannot be tried.
 """
 
 import os
@@ -31,7 +32,7 @@ FAILED = 1  # pytest's exit status when tests failed; others mean that none was 
 
 
 class Mutant(NamedTuple):
-    """A fault: in ``file`` of d2lpar ``old`` stands once; with ``new`` instead, ``test`` fails."""
+    """A fault: ``old``, once in d2lpar's ``file``, becomes ``new``; ``test`` fails."""
 
     breaks: str
     file: str
@@ -52,7 +53,7 @@ def read_list(room: str) -> list[Mutant]:
 
 
 def mutated(mutant: Mutant, root: Path) -> str:
-    """Return the text of the mutant's file with the fault; ValueError unless it fits once."""
+    """Return the mutant's file with the fault; ValueError unless it fits once."""
     text = (root / "d2lpar" / mutant.file).read_text("utf-8")
     if (found := text.count(mutant.old)) != 1:
         raise ValueError(f"{mutant.file} has the old text {found} times")
@@ -69,10 +70,15 @@ def working_copy() -> Iterator[Path]:
         yield copy
 
 
-def run_tests(copy: Path, tests: list[str], limit: float | None = LIMIT) -> tuple[int, str]:
+def run_tests(
+    copy: Path, tests: list[str], limit: float | None = LIMIT
+) -> tuple[int, str]:
     """Run tests on the copy's module; return pytest's exit status and what it said."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    options["env"] = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    options["env"] = os.environ | {
+        "PYTHONPATH": str(copy),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     try:
         done = subprocess.run([*PYTEST, *tests], cwd=copy, timeout=limit, **options)
     except subprocess.TimeoutExpired:
@@ -81,7 +87,7 @@ def run_tests(copy: Path, tests: list[str], limit: float | None = LIMIT) -> tupl
 
 
 def complaint(mutant: Mutant, copy: Path) -> str:
-    """Make the mutant in a copy, run its test, mend it; return what is wrong, if anything."""
+    """Make the mutant in a copy, run its test, mend it; return what is wrong, or ""."""
     file = copy / "d2lpar" / mutant.file
     sound = file.read_text("utf-8")
     try:
@@ -116,7 +122,9 @@ def main(rooms: list[str]) -> int:
             finally:
                 copies.put(copy)
 
-        status, said = run_tests(ROOT, sorted({mutant.test for mutant in mutants}), limit=None)
+        status, said = run_tests(
+            ROOT, sorted({mutant.test for mutant in mutants}), limit=None
+        )
         if status:
             print(f"without any fault, these tests should pass:\n{said}")
             return 1

@@ -2,8 +2,8 @@
 
     python tools/ring_picture.py
 
-It is drawn from the schedule itself. Where motion is not wanted, or a viewer has none, the picture
-stands still in the middle of the fifth step.
+It is drawn from the schedule itself. Where motion is not wanted, or a viewer has none,
+the picture stands still in the middle of the fifth step.
 """
 
 from pathlib import Path
@@ -13,18 +13,23 @@ from d2lpar.plot import PALETTE
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "ring.svg"
 K, STEPS = 4, ring(4)
-TRAVEL, STEP, END = 1.0, 1.5, 3.5  # seconds: a message on its way, a step, and the whole sum shown
+# seconds: a message on its way, a step, and the whole sum shown
+TRAVEL, STEP, END = 1.0, 1.5, 3.5
 TOTAL = STEP * len(STEPS) + END
 STILL = 4  # the step that is shown where nothing moves
 WIDTH, HEIGHT, CELL = 760, 290, 13
-PLACES = [(270, 80), (490, 80), (490, 210), (270, 210)]  # of the devices: a ring, clockwise
-CORNERS = [(x + (-38 - K * CELL if x < WIDTH / 2 else 38), y - K * CELL / 2) for x, y in PLACES]
+# of the devices: a ring, clockwise
+PLACES = [(270, 80), (490, 80), (490, 210), (270, 210)]
+CORNERS = [
+    (x + (-38 - K * CELL if x < WIDTH / 2 else 38), y - K * CELL / 2) for x, y in PLACES
+]
 ALT = (
-    "A ring allreduce that moves: four devices each send one chunk to the next in every step. "
-    "After three steps each has one whole sum, after six steps all have all."
+    "A ring allreduce that moves: four devices each send one chunk to the next in every"
+    " step. After three steps each has one whole sum, after six steps all have all."
 )
 STYLE = f"""
-text {{ font: 14px 'DejaVu Sans', Verdana, Arial, sans-serif; text-anchor: middle; fill: #222 }}
+text {{ font: 14px 'DejaVu Sans', Verdana, Arial, sans-serif; \
+text-anchor: middle; fill: #222 }}
 .name {{ fill: #FFF }}
 .name, .title {{ font-weight: bold }}
 .state, .mail {{ opacity: 0 }}
@@ -39,7 +44,8 @@ text {{ font: 14px 'DejaVu Sans', Verdana, Arial, sans-serif; text-anchor: middl
   {100 * STEP / TOTAL + 0.001:.3f}%, 100% {{ opacity: 0 }} }}
 @keyframes end {{ 0%, {100 * END / TOTAL:.3f}% {{ opacity: 1 }}
   {100 * END / TOTAL + 0.001:.3f}%, 100% {{ opacity: 0 }} }}
-@keyframes go {{ 0%, {100 * (STEP - TRAVEL) / TOTAL:.3f}% {{ opacity: 1; transform: none }}
+@keyframes go {{ 0%, {100 * (STEP - TRAVEL) / TOTAL:.3f}% {{ \
+opacity: 1; transform: none }}
   {100 * STEP / TOTAL:.3f}% {{ opacity: 1; transform: var(--way) }}
   {100 * STEP / TOTAL + 0.001:.3f}%, 100% {{ opacity: 0; transform: var(--way) }} }}
 """
@@ -54,17 +60,26 @@ def state(held: list, number: int) -> str:
             left = x + c * CELL
             marks["#E4E4E4"] += f"M{left} {y}h{CELL - 2}v{K * CELL}h{2 - CELL}z"
             for who in contributions:
-                marks[PALETTE[who]] += f"M{left} {y + who * CELL}h{CELL - 2}v{CELL - 1}h{2 - CELL}z"
+                marks[PALETTE[who]] += (
+                    f"M{left} {y + who * CELL}h{CELL - 2}v{CELL - 1}h{2 - CELL}z"
+                )
             if len(contributions) == K:
                 frames += f"M{left - 1} {y - 1}h{CELL}v{K * CELL + 1}h{-CELL}z"
     words = "All devices hold the whole sum."
     if number < len(STEPS):
         verb = "adds" if STEPS[number][0].reduce else "copies"
         words = (
-            f"Step {number + 1} of {len(STEPS)}: each sends one chunk to the next, which {verb} it."
+            f"Step {number + 1} of {len(STEPS)}: each sends one chunk to the next,"
+            f" which {verb} it."
         )
-    paths = "".join(f'<path fill="{colour}" d="{d}"/>' for colour, d in marks.items() if d)
-    frame = f'<path fill="none" stroke="#222" stroke-width="2" d="{frames}"/>' if frames else ""
+    paths = "".join(
+        f'<path fill="{colour}" d="{d}"/>' for colour, d in marks.items() if d
+    )
+    frame = (
+        f'<path fill="none" stroke="#222" stroke-width="2" d="{frames}"/>'
+        if frames
+        else ""
+    )
     classes = "state" + " last" * (number == len(STEPS)) + " still" * (number == STILL)
     delay = f"animation-delay:{number * STEP - TOTAL:g}s"
     text = f'<text x="{WIDTH / 2:g}" y="272">{words}</text>'
@@ -78,12 +93,15 @@ def message(number: int, move) -> str:
     start = x + 32 * toward[0], y + 32 * toward[1]
     way = [b - a - 64 * t for a, b, t in ((x, to_x, toward[0]), (y, to_y, toward[1]))]
     still = " still" * (number == STILL)
-    style = f"animation-delay:{number * STEP - TOTAL:g}s;--way:translate({way[0]}px,{way[1]}px)"
+    style = (
+        f"animation-delay:{number * STEP - TOTAL:g}s;"
+        f"--way:translate({way[0]}px,{way[1]}px)"
+    )
     dashes = "" if move.reduce else ' stroke-dasharray="4 3"'
     return (
-        f'<g class="mail{still}" style="{style}"><g transform="translate({start[0]} {start[1]})">'
-        f'<rect x="-11" y="-11" width="22" height="22" rx="5" fill="#FFF" stroke="#222"{dashes}/>'
-        f'<text y="5">{move.chunk}</text></g></g>'
+        f'<g class="mail{still}" style="{style}"><g transform="translate({start[0]}'
+        f' {start[1]})"><rect x="-11" y="-11" width="22" height="22" rx="5" fill="#FFF"'
+        f' stroke="#222"{dashes}/><text y="5">{move.chunk}</text></g></g>'
     )
 
 
@@ -98,7 +116,8 @@ def picture() -> str:
         body += f'<circle cx="{x}" cy="{y}" r="18" fill="{PALETTE[r]}"/>'
         body += f'<text class="name" x="{x}" y="{y + 5}">{r}</text>'
     title = (
-        f'<text class="title" x="{WIDTH / 2:g}" y="30">Four devices add up their gradients</text>'
+        f'<text class="title" x="{WIDTH / 2:g}" y="30">Four devices add up their'
+        " gradients</text>"
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{ALT}" '

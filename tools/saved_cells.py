@@ -2,16 +2,17 @@
 
     python tools/saved_cells.py         rewrites the cells that differ, and names them
 
-A cell whose first line is ``#@save d2lpar.<room>.<file>``, or ``#@save d2lpar.<file>``, holds one
-or more functions or classes of that file, as they stand there, with docstrings cut to their first
-line and without their ``@checked`` lines. The module is the authority. To show a function in a new
-cell, write the first line and ``def its_name(): ...``, and run the command. It also formats the
-notebooks: ruff by itself would respell the mark.
+A cell whose first line is ``#@save d2lpar.<room>.<file>``, or ``#@save d2lpar.<file>``,
+holds one or more functions or classes of that file, as they stand there, with
+docstrings cut to their first line and without their ``@checked`` lines. The module is
+the authority. To show a function in a new cell, write the first line and ``def
+its_name(): ...``, and run the command. It also formats the notebooks: ruff by itself
+would respell the mark.
 
-A long class is shown in pieces: ``class Name(Name):`` with stubs of some methods goes on with the
-class of an earlier cell. Its first piece is ``class Name:``, which has the attributes and those of
-the methods that the cell names, or ``class Name(file.Name):``, which inherits from the module's
-class the methods that the chapter does not show.
+A long class is shown in pieces: ``class Name(Name):`` with stubs of some methods goes
+on with the class of an earlier cell. Its first piece is ``class Name:``, which has the
+attributes and those of the methods that the cell names, or ``class Name(file.Name):``,
+which inherits from the module's class the methods that the chapter does not show.
 """
 
 import ast
@@ -26,14 +27,16 @@ from run_notebooks import ROOT, read
 
 MARK = re.compile(r"#@save d2lpar\.((?:\w+\.)?\w+)")
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-LINE_LENGTH = 100
+LINE_LENGTH = 88
 
 
-def expected(source: str, package: Path, in_pieces: set[str] = frozenset()) -> str | None:
+def expected(
+    source: str, package: Path, in_pieces: set[str] = frozenset()
+) -> str | None:
     """Return what a code cell should hold, or None where it shows no module code.
 
-    ``in_pieces`` are the classes that the notebook shows in pieces. Raises ValueError for a cell
-    that names something the module lacks, or that cannot be kept.
+    ``in_pieces`` are the classes that the notebook shows in pieces. Raises ValueError
+    for a cell that names something the module lacks, or that cannot be kept.
     """
     first_line = source.partition("\n")[0].strip()
     if not re.match(r"#\s?@save", first_line):
@@ -42,18 +45,23 @@ def expected(source: str, package: Path, in_pieces: set[str] = frozenset()) -> s
         return None
     mark = MARK.fullmatch(first_line)
     if not mark:
-        raise ValueError(f"{first_line!r} should read '#@save d2lpar.<file>', or <room>.<file>")
+        raise ValueError(
+            f"{first_line!r} should read '#@save d2lpar.<file>', or <room>.<file>"
+        )
     place = f"{mark.group(1).replace('.', '/')}.py"
     if not (package / place).exists():
         raise ValueError(f"{first_line!r} names d2lpar/{place}, which does not exist")
     try:
         statements = ast.parse(source).body
     except SyntaxError as error:
-        raise ValueError(f"{first_line!r}: the cell's line {error.lineno} is no Python") from None
+        raise ValueError(
+            f"{first_line!r}: the cell's line {error.lineno} is no Python"
+        ) from None
     for node in statements:
         if not isinstance(node, NAMED):
             raise ValueError(
-                f"{first_line!r}: line {node.lineno} of the cell is neither a function nor a class"
+                f"{first_line!r}: line {node.lineno} of the cell is neither a function"
+                " nor a class"
             )
     if not statements:
         raise ValueError(f"{first_line!r}: the cell names no function or class")
@@ -62,10 +70,12 @@ def expected(source: str, package: Path, in_pieces: set[str] = frozenset()) -> s
 
 
 def definition(package: Path, place: str, stub: ast.stmt, in_pieces: set[str]) -> str:
-    """Return the source of what a cell's ``stub`` names, docstrings cut, guards gone."""
+    """Return the source of what a cell's ``stub`` names, docstrings cut."""
     text = (package / place).read_text(encoding="utf-8")
     lines = text.splitlines()
-    top = [n for n in ast.parse(text).body if isinstance(n, NAMED) and n.name == stub.name]
+    top = [
+        n for n in ast.parse(text).body if isinstance(n, NAMED) and n.name == stub.name
+    ]
     if not top:
         raise ValueError(f"d2lpar/{place} has no function or class {stub.name}")
     node = top[-1]
@@ -89,21 +99,27 @@ def drop(kept: dict[int, str], first: int, last: int) -> None:
 
 
 def own_base(node: ast.stmt) -> str | None:
-    """Return the base of ``class Name(Name)`` or ``class Name(file.Name)``, else None."""
+    """Return the base of ``class Name(Name)`` or ``class Name(file.Name)``."""
     bases = [ast.unparse(base) for base in getattr(node, "bases", [])]
     return next((base for base in bases if base.rpartition(".")[2] == node.name), None)
 
 
-def leave_piece(kept: dict[int, str], node: ast.ClassDef, stub: ast.ClassDef, place: str) -> None:
-    """Leave of a class the methods that ``stub`` has, and in its first piece what is no method."""
+def leave_piece(
+    kept: dict[int, str], node: ast.ClassDef, stub: ast.ClassDef, place: str
+) -> None:
+    """Leave of a class what ``stub`` has, and in its first piece the attributes."""
     base = own_base(stub)
     methods = {n.name: n for n in node.body if isinstance(n, NAMED)}
     named = {n.name for n in stub.body if isinstance(n, NAMED)}
     if unknown := sorted(named - set(methods)):
-        raise ValueError(f"d2lpar/{place}: {node.name} has no method {', '.join(unknown)}")
+        raise ValueError(
+            f"d2lpar/{place}: {node.name} has no method {', '.join(unknown)}"
+        )
     for name in named if base and "." in base else ():
         if "super()" in ast.unparse(methods[name]):
-            raise ValueError(f"d2lpar/{place}: super() in {node.name}.{name} would be the module's")
+            raise ValueError(
+                f"d2lpar/{place}: super() in {node.name}.{name} would be the module's"
+            )
     end = node.body[0].lineno - 1  # the last line before the statement at hand
     for member in node.body:
         if member.name not in named if isinstance(member, NAMED) else base:
@@ -118,12 +134,12 @@ def leave_piece(kept: dict[int, str], node: ast.ClassDef, stub: ast.ClassDef, pl
 
 
 def check(nb: NotebookNode, package: Path) -> list[str]:
-    """Return one complaint for each cell of the notebook that differs from the module."""
+    """Return one complaint for each cell that differs from the module."""
     return [complaint for _, _, complaint in _differences(nb, package)]
 
 
 def rewrite(nb: NotebookNode, package: Path) -> list[str]:
-    """Rewrite in place the cells that differ; return a line about each. Outputs stay."""
+    """Rewrite in place the cells that differ; return a line about each."""
     report = []
     for cell, text, complaint in _differences(nb, package):
         if text is None:
@@ -134,10 +150,12 @@ def rewrite(nb: NotebookNode, package: Path) -> list[str]:
 
 
 def _differences(nb: NotebookNode, package: Path):
-    """Yield (cell, what it should hold or None, complaint) for every cell that differs."""
+    """Yield (cell, what it should hold or None, complaint) for each difference."""
     code = [cell for cell in nb.cells if cell.cell_type == "code"]
     in_pieces = set(
-        re.findall(r"^class (\w+)\(\1\):", "\n".join(c.source for c in code), flags=re.M)
+        re.findall(
+            r"^class (\w+)\(\1\):", "\n".join(c.source for c in code), flags=re.M
+        )
     )
     for number, cell in enumerate(code, 1):
         try:
@@ -151,31 +169,45 @@ def _differences(nb: NotebookNode, package: Path):
 
 
 def _long_docstrings(node: ast.AST) -> list[ast.Expr]:
-    named = [n for n in ast.walk(node) if isinstance(n, NAMED) and ast.get_docstring(n) is not None]
+    named = [
+        n
+        for n in ast.walk(node)
+        if isinstance(n, NAMED) and ast.get_docstring(n) is not None
+    ]
     return [n.body[0] for n in named if n.body[0].end_lineno > n.body[0].lineno]
 
 
 def _guards(node: ast.AST) -> list[ast.expr]:
-    """Return the ``@checked(...)`` decorators of a definition and of those inside it."""
+    """Return the ``@checked(...)`` decorators of a definition, and inside it."""
     decorators = [d for n in ast.walk(node) for d in getattr(n, "decorator_list", [])]
     return [d for d in decorators if ast.unparse(d).startswith("checked(")]
 
 
 def _cut(line: str, place: str) -> str:
     quotes = re.search(r"\"\"\"|'''", line).group()
-    space = " " if line.rstrip().endswith(quotes[0]) else ""  # or the text's quote joins ours
+    # or the text's quote joins ours
+    space = " " if line.rstrip().endswith(quotes[0]) else ""
     cut = line.rstrip() + space + quotes
     if len(cut) > LINE_LENGTH or cut.strip() == 2 * quotes:
         raise ValueError(
             f"d2lpar/{place}: a docstring's first line has to say it in 1 to"
-            f" {LINE_LENGTH - len(quotes)} columns, since a cell shows it alone: {line.strip()}"
+            f" {LINE_LENGTH - len(quotes)} columns, since a cell shows it alone:"
+            f" {line.strip()}"
         )
     return cut
 
 
 def formatted(text: str) -> str:
-    """Return a notebook's JSON with its code formatted by ruff, the marks of saved cells kept."""
-    command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "notebook.ipynb", "-"]
+    """Return a notebook's JSON, formatted by ruff, with the marks of saved cells."""
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "format",
+        "--stdin-filename",
+        "notebook.ipynb",
+        "-",
+    ]
     ran = subprocess.run(
         command, input=text, capture_output=True, text=True, encoding="utf-8", cwd=ROOT
     )
@@ -191,7 +223,11 @@ def main() -> int:
         nb = read(path)
         try:
             report = rewrite(nb, ROOT / "d2lpar")
-            text = path.read_text(encoding="utf-8") if not report else nbformat.writes(nb) + "\n"
+            text = (
+                path.read_text(encoding="utf-8")
+                if not report
+                else nbformat.writes(nb) + "\n"
+            )
             neat = formatted(text)
         except ValueError as error:
             print(f"{path.name}, {error}")
@@ -204,7 +240,11 @@ def main() -> int:
         if report or neat != text:
             path.write_text(neat, encoding="utf-8")
         changed = changed or bool(report)
-    print("Run what has changed: make refresh" if changed else "No cell has been rewritten.")
+    print(
+        "Run what has changed: make refresh"
+        if changed
+        else "No cell has been rewritten."
+    )
     return status
 
 

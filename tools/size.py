@@ -2,9 +2,9 @@
 
     python tools/size.py
 
-A line of code is one that is neither blank, nor only a comment, nor part of a docstring or of an
-import. A name is public when it is defined at the top of a file and does not begin with ``_``.
-What chapters show are the lines of code in their "@save" cells.
+A line of code is one that is neither blank, nor only a comment, nor part of a docstring
+or of an import. A name is public when it is defined at the top of a file and does not
+begin with ``_``. What chapters show are the lines of code in their "@save" cells.
 """
 
 import ast
@@ -25,7 +25,7 @@ DOCUMENTED = (ast.Module, *NAMED)
 
 
 class Size(NamedTuple):
-    """Files, lines in all, lines of code and of docstrings, public names, lines shown."""
+    """Files, lines, lines of code and of docstrings, names, lines shown."""
 
     files: int
     lines: int
@@ -47,9 +47,13 @@ def span(node: ast.AST) -> set[int]:
 def code_lines(text: str) -> set[int]:
     """Return the numbers of the lines of code in ``text``."""
     nodes = list(ast.walk(ast.parse(text)))
-    bodies = [n.body[0] for n in nodes if isinstance(n, DOCUMENTED) and ast.get_docstring(n)]
+    bodies = [
+        n.body[0] for n in nodes if isinstance(n, DOCUMENTED) and ast.get_docstring(n)
+    ]
     left_out = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
-    code = {i for i, line in enumerate(text.splitlines(), 1) if re.match(r"\s*[^\s#]", line)}
+    code = {
+        i for i, line in enumerate(text.splitlines(), 1) if re.match(r"\s*[^\s#]", line)
+    }
     return code.difference(*map(span, bodies + left_out))
 
 
@@ -57,7 +61,9 @@ def size_of(path: Path, shown: int = 0) -> Size:
     """Count one file, of which chapters show ``shown`` lines of code."""
     text = path.read_text("utf-8")
     nodes = list(ast.walk(tree := ast.parse(text)))
-    bodies = [n.body[0] for n in nodes if isinstance(n, DOCUMENTED) and ast.get_docstring(n)]
+    bodies = [
+        n.body[0] for n in nodes if isinstance(n, DOCUMENTED) and ast.get_docstring(n)
+    ]
     tops = [node for node in tree.body if isinstance(node, NAMED)]
     return Size(
         files=1,
@@ -70,7 +76,7 @@ def size_of(path: Path, shown: int = 0) -> Size:
 
 
 def shown_lines() -> dict[str, int]:
-    """Return how many lines of code chapters show, by file: {"collectives/lists.py": 60, …}.
+    """Return how many lines of code chapters show: {"ranks/moves.py": 60, …}.
 
     What two chapters show counts once.
     """
@@ -81,7 +87,9 @@ def shown_lines() -> dict[str, int]:
                 names = found.setdefault(f"{mark.group(1).replace('.', '/')}.py", {})
                 lines = code_lines(cell.source)
                 for node in ast.parse(cell.source).body:
-                    methods = [n for n in getattr(node, "body", ()) if isinstance(n, NAMED)]
+                    methods = [
+                        n for n in getattr(node, "body", ()) if isinstance(n, NAMED)
+                    ]
                     parts = methods if isinstance(node, ast.ClassDef) else [node]
                     for part in parts:
                         names[node.name, part.name] = len(span(part) & lines)
@@ -92,11 +100,13 @@ def shown_lines() -> dict[str, int]:
 
 
 def functions(path: Path) -> list[tuple[int, str]]:
-    """Return the functions of a file with their lines of code: no docstring, comments, blanks."""
+    """Return the functions of a file with their lines of code."""
     lines, found = path.read_text("utf-8").splitlines(), []
     for node in ast.walk(ast.parse("\n".join(lines))):
         if isinstance(node, ast.FunctionDef):
-            own = span(node) - (span(node.body[0]) if ast.get_docstring(node) else set())
+            own = span(node) - (
+                span(node.body[0]) if ast.get_docstring(node) else set()
+            )
             code = [i for i in own if re.match(r"\s*[^\s#]", lines[i - 1])]
             found.append((len(code), f"{path.relative_to(PACKAGE)}: {node.name}"))
     return found
@@ -115,15 +125,26 @@ def main() -> int:
     print(row.format(*HEAD))
     for room, size in [*rooms.items(), ("in all", total)]:
         print(row.format(room, *size))
-    algorithms = Size(*map(sum, zip(*(rooms[room] for room in ALGORITHMS), strict=True)))
+    algorithms = Size(
+        *map(sum, zip(*(rooms[room] for room in ALGORITHMS), strict=True))
+    )
     print(f"shown: {total.shown / total.code:.0%} of all lines of code, and ", end="")
-    print(f"{algorithms.shown / algorithms.code:.0%} of those of {', '.join(ALGORITHMS)}")
+    print(
+        f"{algorithms.shown / algorithms.code:.0%} of those of {', '.join(ALGORITHMS)}"
+    )
     print(f"docstrings: {total.docstring / total.lines:.0%} of all lines")
     largest = max(paths, key=lambda path: size_of(path).lines)
-    print(f"largest file: {largest.relative_to(PACKAGE)}, {size_of(largest).lines} lines")
-    for number, name in sorted(chain.from_iterable(map(functions, paths)), reverse=True)[:3]:
+    print(
+        f"largest file: {largest.relative_to(PACKAGE)}, {size_of(largest).lines} lines"
+    )
+    for number, name in sorted(
+        chain.from_iterable(map(functions, paths)), reverse=True
+    )[:3]:
         print(f"largest functions: {name}, {number} lines of code")
-    tests = [len(path.read_text("utf-8").splitlines()) for path in (ROOT / "tests").rglob("*.py")]
+    tests = [
+        len(path.read_text("utf-8").splitlines())
+        for path in (ROOT / "tests").rglob("*.py")
+    ]
     print(f"tests: {sum(tests)} lines in {len(tests)} files")
     return 0
 

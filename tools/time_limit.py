@@ -1,8 +1,8 @@
-"""A pytest plugin: a test that hangs fails, its processes are ended, and the next test runs.
+"""A pytest plugin: a test that hangs fails, its processes end, and the next runs.
 
-The limit is for hangs, not for slowness: far above what any test takes on a busy machine. What a
-signal cannot interrupt, a call of C code that never returns, is left to pytest's own
-faulthandler_timeout, which ends the whole run.
+The limit is for hangs, not for slowness: far above what any test takes on a busy
+machine. What a signal cannot interrupt, a call of C code that never returns, is left to
+pytest's own faulthandler_timeout, which ends the whole run.
 """
 
 import contextlib
@@ -16,13 +16,17 @@ AGAIN = 30  # seconds until a test is told again: it took the error, or hangs as
 
 
 class TestHangsError(BaseException):
-    """A test is not done within the limit. No Exception, so that no test takes it for one."""
+    """A test is over the limit. No Exception, so that no test takes it for one."""
 
 
 def pytest_addoption(parser):
     """Add the option ``--hang-limit``."""
-    words = "seconds after which a test hangs (default: 300; 0, for a debugger: no limit)"
-    parser.addoption("--hang-limit", type=float, default=300, metavar="SECONDS", help=words)
+    words = (
+        "seconds after which a test hangs (default: 300; 0, for a debugger: no limit)"
+    )
+    parser.addoption(
+        "--hang-limit", type=float, default=300, metavar="SECONDS", help=words
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -65,7 +69,9 @@ def _limited(item, what):
 
 
 def _is_shared(process):
-    """Whether this is multiprocessing's fork server or resource tracker, which all tests share."""
+    """Whether all tests share it: multiprocessing's fork server or resource tracker."""
     names = "multiprocessing.forkserver", "multiprocessing.resource_tracker"
     line = " ".join(process.cmdline())
-    return process.ppid() == os.getpid() and any(f"from {name}" in line for name in names)
+    return process.ppid() == os.getpid() and any(
+        f"from {name}" in line for name in names
+    )

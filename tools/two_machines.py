@@ -1,10 +1,12 @@
 """Two machines in one: namespaces of Linux, joined by a virtual cable.
 
-Each machine has its own interfaces, ports and processes. What it sends to the other one crosses
-the cable, where it is counted, slowed down or lost. This needs root, and iproute2's ``ip``.
+Each machine has its own interfaces, ports and processes. What it sends to the other one
+crosses the cable, where it is counted, slowed down or lost. This needs root, and
+iproute2's ``ip``.
 
-A machine lives as long as one process that waits for the end of its standard input. Then the kernel
-ends all others in there and takes the cable away: nothing is left, even if the caller is killed.
+A machine lives as long as one process that waits for the end of its standard input.
+Then the kernel ends all others in there and takes the cable away: nothing is left, even
+if the caller is killed.
 """
 
 import json
@@ -34,7 +36,16 @@ class Machine:
     def __init__(self, address: str):
         self.address, self._started = address, []
         hold = "ip link set lo up && echo ready && exec cat"
-        command = ["unshare", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", hold]
+        command = [
+            "unshare",
+            "--net",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "sh",
+            "-c",
+            hold,
+        ]
         self._outer = subprocess.Popen(command, text=True, **PIPES)
         if self._outer.stdout.readline() != "ready\n":
             _, problem = self._outer.communicate(timeout=LIMIT)
@@ -47,14 +58,16 @@ class Machine:
 
     def __exit__(self, *_) -> None:
         for process in self._started:
-            process.kill()  # only nsenter: what it has started waits for the end of the machine
-        self._outer.communicate(timeout=LIMIT)  # closes its input: it ends, and all others
+            # only nsenter: what it has started waits for the end of the machine
+            process.kill()
+        # closes its input: it ends, and all others
+        self._outer.communicate(timeout=LIMIT)
         for process in self._started:
             with process:
                 process.wait(LIMIT)
 
     def start(self, *words: str, **options) -> subprocess.Popen:
-        """Start a process in this machine; the options are those of ``subprocess.Popen``."""
+        """Start a process in this machine, with options of ``subprocess.Popen``."""
         command = ["nsenter", f"--target={self.pid}", "--net", "--pid", *words]
         self._started.append(subprocess.Popen(command, **options))
         return self._started[-1]
@@ -73,7 +86,9 @@ class Machine:
 
     def _has(self, process: psutil.Process) -> bool:
         try:
-            same = os.path.samefile(f"/proc/{process.pid}/ns/pid", f"/proc/{self.pid}/ns/pid")
+            same = os.path.samefile(
+                f"/proc/{process.pid}/ns/pid", f"/proc/{self.pid}/ns/pid"
+            )
             return same and process.status() != psutil.STATUS_ZOMBIE
         except (OSError, psutil.Error):  # it has just ended
             return False
@@ -83,25 +98,27 @@ class Machine:
         table = self.run("cat", "/proc/net/tcp", "/proc/net/tcp6")
         rows = [line.split() for line in table.splitlines()]
         return {
-            int(own.rpartition(":")[2], 16) for _, own, _, state, *_ in rows if state == LISTENS
+            int(own.rpartition(":")[2], 16)
+            for _, own, _, state, *_ in rows
+            if state == LISTENS
         }
 
     def sent(self) -> int:
-        """Return how many bytes have left over the cable, with the headers of the packets."""
+        """Return how many bytes have left over the cable, packet headers included."""
         [link] = json.loads(self.run("ip", "-json", "-stats", "link", "show", CABLE))
         return link["stats64"]["tx"]["bytes"]
 
     def plug(self, is_in: bool) -> None:
-        """Put the cable into this machine, or pull it out: what is sent waits to be sent again."""
+        """Plug the cable in, or pull it out: what is sent waits to be sent again."""
         self.run("ip", "link", "set", CABLE, "up" if is_in else "down")
 
     def lose(self, other: "Machine") -> None:
-        """Let all that this machine sends get lost, as in a broken switch: it notices nothing."""
+        """Lose all that this machine sends, as a broken switch: it notices nothing."""
         wrong = "lladdr", NOBODY, "nud", "permanent"
         self.run("ip", "neighbour", "replace", other.address, *wrong, "dev", CABLE)
 
     def slow_down(self, rate: str, delay: str = "") -> None:
-        """Send at most ``rate``, such as 100mbit a second, and ``delay`` each packet, by ``tc``.
+        """Send at most ``rate``, such as 100mbit; ``delay`` each packet, by ``tc``.
 
         Raises:
             OSError: this kernel has no tbf, or no netem, which a delay needs.
@@ -140,12 +157,16 @@ def missing() -> str:
 
 
 def start_ranks(machines: Sequence[Machine], each: int, *words: str, **options) -> list:
-    """Start ``each`` ranks in each machine, as torchrun would; return their processes."""
+    """Start ``each`` ranks in each machine, as torchrun would; return the processes."""
     size = each * len(machines)
     processes = []
     for rank in range(size):
         place = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": size}
-        place |= {"LOCAL_WORLD_SIZE": each, "MASTER_ADDR": machines[0].address, "MASTER_PORT": PORT}
+        place |= {
+            "LOCAL_WORLD_SIZE": each,
+            "MASTER_ADDR": machines[0].address,
+            "MASTER_PORT": PORT,
+        }
         env = environment() | {name: str(value) for name, value in place.items()}
         processes.append(machines[rank // each].start(*words, env=env, **options))
     return processes
@@ -153,14 +174,18 @@ def start_ranks(machines: Sequence[Machine], each: int, *words: str, **options) 
 
 def environment() -> dict[str, str]:
     """Return the variables for a rank, or for torchrun: gloo is to use the cable."""
-    # By itself gloo takes the address of the machine's name, which may be the loopback's
+    # By itself gloo takes the address of the machine's name, which may be the
+    # loopback's
     return {**os.environ, "GLOO_SOCKET_IFNAME": CABLE, "OMP_NUM_THREADS": "1"}
 
 
-def crossings(schedule: Schedule, each: int, nbytes: int) -> list[list[tuple[int, int, int]]]:
-    """Return what crosses the cable in each step of two machines' ranks, ``each`` in one of them.
+def crossings(
+    schedule: Schedule, each: int, nbytes: int
+) -> list[list[tuple[int, int, int]]]:
+    """Return what crosses two machines' cable in each step, ``each`` ranks in one.
 
-    A message is (source, destination, bytes), of machines: as ``cost.step_seconds`` takes it.
+    A message is (source, destination, bytes), of machines: as ``cost.step_seconds``
+    takes it.
     """
     steps = steps_of(schedule, 2 * each)
     n = num_chunks(steps)

@@ -1,8 +1,8 @@
-"""A training that says where it is, and halts within a save when told to: ``soak.py`` kills it.
+"""A training that says where it is, and halts within a save when told to.
 
-Torchrun starts this file once per rank. Without torchrun it starts the two ranks itself, over
-lanes. Its arguments are a file for what it says, the halt as JSON (or null), and those of
-``d2lpar.train_ddp``.
+Torchrun starts this file once per rank. Without torchrun it starts the two ranks
+itself, over lanes. Its arguments are a file for what it says, the halt as JSON (or
+null), and those of ``d2lpar.train_ddp``.
 """
 
 import io
@@ -12,7 +12,8 @@ import pathlib
 import sys
 import time
 
-STAGES = "write", "fsync", "rename", "folder", "saved"  # of a save: before which it halts
+# of a save: before which it halts
+STAGES = "write", "fsync", "rename", "folder", "saved"
 NAMED = "RANK" in os.environ  # torchrun has started this
 
 
@@ -38,9 +39,10 @@ def work(rank, world_size, log, halt, options):
 
 
 def watch(train_ddp, log, rank, halt):
-    """Let rank 0 say each step and each stage of a save; let it halt where it should."""
+    """Let rank 0 say each step and stage of a save, and halt where it should."""
     steps, saves = [], []
-    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"  # of torchrun's attempts
+    # of torchrun's attempts
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     sgd, save_checkpoint = train_ddp.sgd, train_ddp.save_checkpoint
     fsync, replace, path_open = os.fsync, os.replace, pathlib.Path.open
 
@@ -96,7 +98,9 @@ def main():
 
     def create_and_say(*args):
         memory = create(*args)
-        locks = [lock._semlock.name for pair in memory.semaphores.values() for lock in pair]
+        locks = [
+            lock._semlock.name for pair in memory.semaphores.values() for lock in pair
+        ]
         say(log, "memory", memory.path, *(f"/dev/shm/sem.{name[1:]}" for name in locks))
         return memory
 

@@ -1,4 +1,4 @@
-"""A training of two ranks in processes of its own, watched from outside: what ``soak.py`` kills.
+"""A training of two ranks in processes of its own, watched: what ``soak.py`` kills.
 
 ``victim.py`` is the training. It says in a file where it is.
 """
@@ -18,7 +18,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINING = ROOT / "tools" / "victim.py"
-MARK = "D2LPAR_SOAK"  # the environment variable by which the processes of a run are known
+# the environment variable by which the processes of a run are known
+MARK = "D2LPAR_SOAK"
 BATCH = 256
 LIMIT = 120.0  # seconds for a run that takes ten
 SOON = 45.0  # seconds in which nothing of a killed run may be left
@@ -53,16 +54,32 @@ class Size(NamedTuple):
 
 
 class Run:
-    """A training in processes of its own, which end at the latest with the ``with`` block."""
+    """Processes of a training, which end at the latest with the ``with`` block."""
 
-    def __init__(self, folder: Path, name: str, way: str, size: Size, halt=None, how=(), **also):
+    def __init__(
+        self, folder: Path, name: str, way: str, size: Size, halt=None, how=(), **also
+    ):
         self.log, self.output = folder / f"{name}.log", folder / f"{name}.txt"
         self.checkpoint, self.mark = folder / "saved" / "net", uuid.uuid4().hex
         self.log.touch()
         self.checkpoint.parent.mkdir(exist_ok=True)
-        torchrun = "-m", "torch.distributed.run", "--nproc_per_node=2", *(how or ["--standalone"])
-        command = [sys.executable, *(torchrun if way == "messages" else ()), str(TRAINING)]
-        command += [str(self.log), json.dumps(halt), *size.options(), f"--batch-size={BATCH}"]
+        torchrun = (
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            *(how or ["--standalone"]),
+        )
+        command = [
+            sys.executable,
+            *(torchrun if way == "messages" else ()),
+            str(TRAINING),
+        ]
+        command += [
+            str(self.log),
+            json.dumps(halt),
+            *size.options(),
+            f"--batch-size={BATCH}",
+        ]
         command += [f"--checkpoint={self.checkpoint}", "--resume-if-there"]
         env = {
             **os.environ,
@@ -107,7 +124,11 @@ class Run:
     def until(self, condition: Callable[[], object], limit: float = LIMIT) -> None:
         """Wait until it is so, or the run has ended, or the time is up."""
         deadline = time.monotonic() + limit
-        while not condition() and self.process.poll() is None and time.monotonic() < deadline:
+        while (
+            not condition()
+            and self.process.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(LOOK)
 
     def end(self) -> list[str]:
@@ -121,11 +142,18 @@ class Run:
         return found + [f"{name} is left" for name in names if os.path.exists(name)]
 
     def judge(self, saved: int, size: Size) -> list[str]:
-        """Say what is wrong about a run that has come to its end, and had begun as saved."""
+        """Say what is wrong about a run that has ended and had begun as saved."""
         found, steps = [], len(self.said("step"))
         if self.process.returncode:
-            found += [f"exit status {self.process.returncode}", self.output.read_text("utf-8")]
+            found += [
+                f"exit status {self.process.returncode}",
+                self.output.read_text("utf-8"),
+            ]
         if steps != size.steps - saved:
-            found.append(f"it took {steps} steps, after {saved} of {size.steps} had been saved")
+            found.append(
+                f"it took {steps} steps, after {saved} of {size.steps} had been saved"
+            )
         names = sorted(os.listdir(self.checkpoint.parent))
-        return found + [f"{name} lies beside the checkpoint" for name in names if name != "net"]
+        return found + [
+            f"{name} lies beside the checkpoint" for name in names if name != "net"
+        ]

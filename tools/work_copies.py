@@ -1,11 +1,11 @@
-"""Copy notebooks/ to work/, to be changed there: a copy that was changed is never overwritten.
+"""Copy notebooks/ to work/; a copy that was changed is never overwritten.
 
     python tools/work_copies.py
 
-A copy that was not changed is renewed. Where a notebook and its copy have both changed, the new
-one is placed beside the copy, with a line that says so. Saving in JupyterLab changes nothing that
-git watches, so that ``git pull`` goes through. work/.copies.json holds what was copied: file names
-with a hash each.
+A copy that was not changed is renewed. Where a notebook and its copy have both changed,
+the new one is placed beside the copy, with a line that says so. Saving in JupyterLab
+changes nothing that git watches, so that ``git pull`` goes through. work/.copies.json
+holds what was copied: file names with a hash each.
 """
 
 import argparse
@@ -34,11 +34,13 @@ def digest(path: Path) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Leave out what JupyterLab changes unasked: counts, how a text is cut, metadata but tags."""
+    """Leave out what JupyterLab changes unasked: counts, cuts, metadata."""
     if isinstance(value, dict):
         kept = value.keys() - {"metadata", "execution_count"}
         tags = value.get("metadata", {}).get("tags", [])
-        return {key: _shown(value[key]) for key in kept} | ({"tags": tags} if tags else {})
+        return {key: _shown(value[key]) for key in kept} | (
+            {"tags": tags} if tags else {}
+        )
     if isinstance(value, list):
         texts = all(isinstance(item, str) for item in value)
         return "".join(value) if texts else [_shown(item) for item in value]
@@ -46,11 +48,12 @@ def _shown(value: Any) -> Any:
 
 
 def refresh(notebooks: Path, work: Path) -> list[str]:
-    """Bring all files to ``work``; return a line for each that was placed beside a copy."""
+    """Bring all files to ``work``; return a line for each placed beside a copy."""
     record = work / ".copies.json"
     try:
         known = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none yet, or cut short: then every copy counts as changed
+    # none yet, or cut short: then every copy counts as changed
+    except (OSError, ValueError):
         known = {}
     lines = []
     for source in sorted(notebooks.rglob("*")):
@@ -60,7 +63,8 @@ def refresh(notebooks: Path, work: Path) -> list[str]:
         placed = _place(source, name, work, known)
         if placed != name:
             lines.append(
-                f"{name}: you have changed your copy, so the new one is beside it: {placed}"
+                f"{name}: you have changed your copy, so the new one is beside it:"
+                f" {placed}"
             )
     work.mkdir(exist_ok=True)
     temporary = record.with_suffix(".tmp")
@@ -70,12 +74,13 @@ def refresh(notebooks: Path, work: Path) -> list[str]:
 
 
 def _place(source: Path, name: Path, work: Path, known: dict[str, str]) -> Path:
-    """Copy to the first place that is free; return ``name`` if there was nothing to be placed."""
+    """Copy to the first free place; return ``name`` if there was nothing to do."""
     new = digest(source)
     for place in _places(name):
         target = work / place
         if known.get(place.as_posix()) == new and (target.exists() or place != name):
-            return name  # it was placed; if it was beside the copy, and removed since, it stays so
+            # it was placed; if it was beside the copy, and removed since, it stays so
+            return name
         if not target.exists() or digest(target) in (new, *known.values()):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
@@ -86,7 +91,9 @@ def _place(source: Path, name: Path, work: Path, known: dict[str, str]) -> Path:
 def _places(name: Path) -> Iterator[Path]:
     yield name
     for number in itertools.count(1):
-        yield name.with_name(f"{name.stem}.new{number if number > 1 else ''}{name.suffix}")
+        yield name.with_name(
+            f"{name.stem}.new{number if number > 1 else ''}{name.suffix}"
+        )
 
 
 def main() -> None:

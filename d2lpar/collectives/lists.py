@@ -1,4 +1,4 @@
-"""Run a schedule on a list of tensors, one per device: allreduce, broadcast, and their parts.
+"""Run a schedule on a list of tensors, one per device: allreduce, broadcast, parts.
 
 Everything happens in one process, as in the book. Notebook 03 builds ``run_schedule``.
 """
@@ -26,24 +26,29 @@ OPS |= {"max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 
 
 def check_allreduce(data, schedule=ring, op="sum") -> None:
-    """Refuse what would give a wrong result or lose a tensor, naming positions and both values."""
+    """Refuse what would go wrong or lose a tensor, naming positions and values."""
     check_tensors(data)
     check_alike([tuple(tensor.shape) for tensor in data], "shape")
     check_op(op, data[0].dtype)
     check_memory(data)
     if not callable(schedule):
-        raise TypeError(f"schedule must be a function such as ring, not {type(schedule).__name__}")
+        raise TypeError(
+            f"schedule must be a function such as ring, not {type(schedule).__name__}"
+        )
 
 
 @checked(check_allreduce)
-def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str = "sum") -> None:
-    """Reduce in place: afterwards every tensor of ``data`` holds the reduction of all of them.
+def allreduce(
+    data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str = "sum"
+) -> None:
+    """Reduce in place: then each tensor of ``data`` holds the reduction of all.
 
-    The tensors have one shape and dtype, and share no memory; they need not be contiguous. If one
-    requires gradients, call this in ``no_grad``. ``schedule`` is a function such as ``ring`` or
-    ``tree``; ``op`` is "sum", "mean" (not of integers), "max", "min" or "product". The sum, mean,
-    max or min of finite numbers is equal to the last bit, on all devices and in every run. float16,
-    bfloat16 and narrower types are sent and reduced as float32, and rounded once, at the end.
+    The tensors have one shape and dtype, and share no memory; they need not be
+    contiguous. If one requires gradients, call this in ``no_grad``. ``schedule`` is a
+    function such as ``ring`` or ``tree``; ``op`` is "sum", "mean" (not of integers),
+    "max", "min" or "product". The sum, mean, max or min of finite numbers is equal to
+    the last bit, on all devices and in every run. float16, bfloat16 and narrower types
+    are sent and reduced as float32, and rounded once, at the end.
     """
     steps = checked_steps(schedule, len(data))
     flats = [flatten(tensor, widen=True) for tensor in data]
@@ -54,21 +59,22 @@ def allreduce(data: Sequence[torch.Tensor], schedule: Schedule = ring, op: str =
 
 
 def naive_allreduce(data: Sequence[torch.Tensor]) -> None:
-    """Sum in place, the book's way: add all to ``data[0]``, then copy ``data[0]`` to all."""
+    """Sum in place, the book's way: add all to ``data[0]``, then copy it to all."""
     allreduce(data, star)
 
 
 def ring_allreduce(data: Sequence[torch.Tensor]) -> None:
-    """Sum in place, one chunk at a time around a ring: no position sends more than its share."""
+    """Sum in place by chunks around a ring: no position sends more than its share."""
     allreduce(data, ring)
 
 
 @checked(check_allreduce)
 def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
-    """Reduce in place, and leave each device its part: return the shards, shard r on device r.
+    """Reduce in place and return each device's part: shard r on device r.
 
-    This is the first half of the ring. Shard r is ``data[r].tensor_split(len(data))[r]``; the other
-    rows of ``data[r]`` hold partial results. A tensor without a dimension counts as one row.
+    This is the first half of the ring. Shard r is
+    ``data[r].tensor_split(len(data))[r]``; the other rows of ``data[r]`` hold partial
+    results. A tensor without a dimension counts as one row.
     """
     k = len(data)
     flats = [flatten(tensor, widen=True) for tensor in data]
@@ -76,20 +82,26 @@ def reduce_scatter(data: Sequence[torch.Tensor], op: str = "sum") -> list[torch.
     run_schedule(ring(k)[: k - 1], flats, bounds, op)
     divide([part_of(flat, r, bounds) for r, flat in enumerate(flats)], op, k)
     put_back(data, flats)
-    return [torch.atleast_1d(tensor.detach()).tensor_split(k)[r] for r, tensor in enumerate(data)]
+    return [
+        torch.atleast_1d(tensor.detach()).tensor_split(k)[r]
+        for r, tensor in enumerate(data)
+    ]
 
 
 def check_shards(shards) -> None:
     """Refuse shards that cannot be joined along dimension 0."""
     check_tensors(shards)
-    check_alike([tuple(torch.atleast_1d(shard).shape[1:]) for shard in shards], "rows of shape")
+    check_alike(
+        [tuple(torch.atleast_1d(shard).shape[1:]) for shard in shards], "rows of shape"
+    )
 
 
 @checked(check_shards)
 def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return, for each device, all ``shards`` joined along dimension 0: a new tensor on each.
+    """Return a new tensor on each device: all ``shards`` joined along dimension 0.
 
-    This is the ring's second half. Shards may differ in length; one without a dimension is a row.
+    This is the ring's second half. Shards may differ in length; one without a dimension
+    is a row.
     """
     shards = [torch.atleast_1d(shard.detach()) for shard in shards]
     bounds = bounds_of(shards)
@@ -103,7 +115,7 @@ def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def broadcast(data: Sequence[torch.Tensor], src: int = 0) -> None:
-    """Copy ``data[src]`` in place into every other tensor of ``data``, down a binomial tree."""
+    """Copy ``data[src]`` into all other tensors of ``data``, down a binomial tree."""
     check_allreduce(data)
     if src not in range(len(data)):
         raise ValueError(f"src is {src!r}, but the positions are 0 to {len(data) - 1}")
@@ -116,8 +128,9 @@ def broadcast(data: Sequence[torch.Tensor], src: int = 0) -> None:
 def run_schedule(
     steps, flats: list[torch.Tensor], bounds: Sequence[int] = (), op: str = "sum"
 ) -> None:
-    """Run all ``steps`` in place on the flat tensors: chunk c is bounds[c] to bounds[c + 1]."""
-    part = cache(lambda r, chunk: part_of(flats[r], chunk, bounds))  # each view is made once
+    """Run ``steps`` in place on flat tensors: chunk c is bounds[c] to bounds[c + 1]."""
+    # each view is made once
+    part = cache(lambda r, chunk: part_of(flats[r], chunk, bounds))
     n = num_chunks(steps)
     for step in steps:
         messages, overlaps = [], sent_and_written(tuple(step), n)
@@ -131,10 +144,13 @@ def run_schedule(
                 part(m.dst, m.chunk).copy_(message)
 
 
-def reducer(op: str, message_first: bool = False) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def reducer(
+    op: str, message_first: bool = False
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """Return the function that reduces its second tensor, a message, into its first.
 
-    Its first operand is the lower participant's tensor, so two that exchange get the same bits.
+    Its first operand is the lower participant's tensor, so two that exchange get the
+    same bits.
     """
     function = OPS[op]
     if message_first:
@@ -142,8 +158,10 @@ def reducer(op: str, message_first: bool = False) -> Callable[[torch.Tensor, tor
     return lambda mine, message: function(mine, message, out=mine)
 
 
-def part_of(flat: torch.Tensor, chunk: int | range | None, bounds: Sequence[int]) -> torch.Tensor:
-    """Return the elements of a chunk, of a range of chunks, or all of them: always a view."""
+def part_of(
+    flat: torch.Tensor, chunk: int | range | None, bounds: Sequence[int]
+) -> torch.Tensor:
+    """Return a view of the elements of a chunk, of a range of chunks, or of all."""
     if chunk is None:
         return flat
     if isinstance(chunk, range):
@@ -152,20 +170,21 @@ def part_of(flat: torch.Tensor, chunk: int | range | None, bounds: Sequence[int]
 
 
 def bounds_of(parts: Sequence[torch.Tensor]) -> list[int]:
-    """Return where each part begins in the flat whole, in elements, and where the last one ends."""
+    """Return where each part begins in the flat whole, and where the last one ends."""
     return [0, *accumulate(part.numel() for part in parts)]
 
 
 def flatten(tensor: torch.Tensor, widen: bool) -> torch.Tensor:
-    """Return the elements in one dimension: a view where the layout allows it, else a copy."""
+    """Return elements in one dimension: a view where the layout allows, else a copy."""
     flat = tensor.detach() if tensor.requires_grad else tensor
-    if flat.dim() != 1:  # what needs no view has none: for a small message each costs time
+    # what needs no view has none: for a small message each costs time
+    if flat.dim() != 1:
         flat = flat.reshape(-1)
     return flat.float() if widen and is_low_precision(tensor.dtype) else flat
 
 
 def is_low_precision(dtype: torch.dtype) -> bool:
-    """Tell whether to add numbers of ``dtype`` as float32, and to round them only at the end."""
+    """Tell whether to add numbers of ``dtype`` as float32, rounding at the end."""
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
@@ -177,7 +196,7 @@ def divide(flats: Sequence[torch.Tensor], op: str, k: int) -> None:
 
 
 def put_back(data: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
-    """Copy the results into those tensors of ``data`` that the flat ones are copies of."""
+    """Copy results into the tensors of ``data`` of which the flat ones are copies."""
     for tensor, flat in zip(data, flats, strict=True):
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.reshape(tensor.shape))
@@ -218,28 +237,39 @@ def check_alike(values: Sequence, what: str) -> None:
     """Refuse values, of ``what`` each of a list of tensors has, that differ."""
     for i, value in enumerate(values):
         if value != values[0]:
-            raise ValueError(f"data[0] has {what} {values[0]}, but data[{i}] has {what} {value}")
+            raise ValueError(
+                f"data[0] has {what} {values[0]}, but data[{i}] has {what} {value}"
+            )
 
 
 def check_memory(data: Sequence[torch.Tensor]) -> None:
     """Refuse an expanded tensor, and two tensors that overlap.
 
-    It misses tensors that overlap if they are not contiguous and begin at different places.
+    It misses tensors that overlap if they are not contiguous and begin at different
+    places.
     """
     for i, tensor in enumerate(data):
         if is_expanded(tensor):
-            raise ValueError(f"data[{i}] is an expanded view, as of .expand(): pass its .clone()")
-    places = sorted((tensor.data_ptr(), i) for i, tensor in enumerate(data) if tensor.numel())
+            raise ValueError(
+                f"data[{i}] is an expanded view, as of .expand(): pass its .clone()"
+            )
+    places = sorted(
+        (tensor.data_ptr(), i) for i, tensor in enumerate(data) if tensor.numel()
+    )
     for (begin, i), (next_begin, j) in pairwise(places):
         if next_begin < begin + (data[i].nbytes if data[i].is_contiguous() else 1):
             i, j = sorted((i, j))
-            raise ValueError(f"data[{i}] and data[{j}] share memory: pass a copy for each device")
+            raise ValueError(
+                f"data[{i}] and data[{j}] share memory: pass a copy for each device"
+            )
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor has one place of memory for several elements."""
     strides = zip(tensor.stride(), tensor.shape, strict=True)
-    return not tensor.is_contiguous() and any(stride == 0 and n > 1 for stride, n in strides)
+    return not tensor.is_contiguous() and any(
+        stride == 0 and n > 1 for stride, n in strides
+    )
 
 
 @cache
@@ -248,11 +278,17 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     if op not in OPS:
         raise ValueError(f"op is {op!r}, which is none of {', '.join(OPS)}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"the mean of {dtype} is no {dtype}: take the sum, or convert to float")
+        raise ValueError(
+            f"the mean of {dtype} is no {dtype}: take the sum, or convert to float"
+        )
     if op in ("max", "min") and dtype.is_complex:
-        raise ValueError(f"{op} is not defined for {dtype}: complex numbers have no order")
+        raise ValueError(
+            f"{op} is not defined for {dtype}: complex numbers have no order"
+        )
     nothing = torch.empty(0, dtype=torch.float32 if is_low_precision(dtype) else dtype)
     try:
         reducer(op)(nothing, nothing)
     except RuntimeError as error:  # of which NotImplementedError is a kind
-        raise ValueError(f"torch has no {op} of {dtype}: convert to another dtype") from error
+        raise ValueError(
+            f"torch has no {op} of {dtype}: convert to another dtype"
+        ) from error

@@ -1,11 +1,12 @@
 """Collectives as data: who sends which chunk to whom, at which step.
 
-A schedule is a function ``k -> steps`` for ``k`` participants. The steps happen one after the
-other; the moves of one step happen at the same time. Notebook 03 builds this file. Sources:
-Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009),
-for the ring; Rabenseifner, "Optimization of collective reduction operations" (2004), for halving
-and doubling; Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
-in MPICH" (2005), for the binomial tree and recursive doubling.
+A schedule is a function ``k -> steps`` for ``k`` participants. The steps happen one
+after the other; the moves of one step happen at the same time. Notebook 03 builds this
+file. Sources: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
+of workstations" (2009), for the ring; Rabenseifner, "Optimization of collective
+reduction operations" (2004), for halving and doubling; Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH" (2005), for the binomial
+tree and recursive doubling.
 """
 
 from collections import Counter
@@ -16,9 +17,10 @@ from typing import NamedTuple
 
 
 class Move(NamedTuple):
-    """A message: ``src`` sends ``chunk`` to ``dst``, which reduces it into its own or takes it.
+    """A message: ``src`` sends ``chunk`` to ``dst``, to be reduced or just taken.
 
-    ``chunk`` is an int, a ``range`` of chunks sent as one message, or None for the whole tensor.
+    ``chunk`` is an int, a ``range`` of chunks sent as one message, or None for the
+    whole tensor.
     """
 
     src: int
@@ -31,9 +33,10 @@ Schedule = Callable[[int], list[list[Move]]]
 
 
 def star(k: int) -> list[list[Move]]:
-    """All send their whole tensor to participant 0, which adds up and sends the sum back.
+    """All send whole tensors to participant 0, which adds up and sends the sum back.
 
-    2 steps; the hub receives and sends k - 1 whole tensors. This is the book's ``allreduce``.
+    2 steps; the hub receives and sends k - 1 whole tensors. This is the book's
+    ``allreduce``.
     """
     collect = [Move(i, 0, None, True) for i in range(1, k)]
     hand_out = [Move(0, i, None, False) for i in range(1, k)]
@@ -41,10 +44,11 @@ def star(k: int) -> list[list[Move]]:
 
 
 def ring(k: int) -> list[list[Move]]:
-    """In each step, each participant sends one chunk to the next, around the ring twice.
+    """In each step, all send one chunk to the next one, twice around the ring.
 
-    2(k - 1) steps of one chunk: no participant sends more than 2(k - 1)/k of the tensor. After the
-    first k - 1 steps (the reduce-scatter) participant r holds the whole sum of chunk r.
+    2(k - 1) steps of one chunk: no participant sends more than 2(k - 1)/k of the
+    tensor. After the first k - 1 steps (the reduce-scatter) participant r holds the
+    whole sum of chunk r.
     """
     steps = []
     for s in range(k - 1):  # chunk c starts at participant c + 1 and is complete at c
@@ -55,7 +59,7 @@ def ring(k: int) -> list[list[Move]]:
 
 
 def tree(k: int) -> list[list[Move]]:
-    """Pairs, then pairs of pairs: the sum climbs a tree to participant 0 and comes down again.
+    """Pairs, then pairs of pairs: the sum climbs a tree to 0 and comes back.
 
     2·ceil(log2 k) steps, each of whole tensors.
     """
@@ -69,9 +73,10 @@ def tree(k: int) -> list[list[Move]]:
 
 
 def direct(k: int) -> list[list[Move]]:
-    """Participant c adds up chunk c, sent to it by all the others, and hands the sum to all.
+    """Participant c adds up chunk c from all the others, and hands the sum to all.
 
-    2 steps of k - 1 chunks per participant: exercise 3 of the book's section on several GPUs.
+    2 steps of k - 1 chunks per participant: exercise 3 of the book's section on several
+    GPUs.
     """
     pairs = [(r, (r + i) % k) for i in range(1, k) for r in range(k)]
     collect = [Move(src, dst, dst, True) for src, dst in pairs]
@@ -80,18 +85,21 @@ def direct(k: int) -> list[list[Move]]:
 
 
 def halving_doubling(k: int) -> list[list[Move]]:
-    """Partners swap halves of what they still hold, then quarters, …, and back again.
+    """Partners swap halves of what they hold, then quarters, …, and back again.
 
-    For a power of two: 2·log2 k steps and the ring's bytes. Otherwise the first 2^floor(log2 k) do
-    that; the others hand in whole tensors one step before, and get the result one step after.
+    For a power of two: 2·log2 k steps and the ring's bytes. Otherwise the first
+    2^floor(log2 k) do that; the others hand in whole tensors one step before, and get
+    the result one step after.
     """
     p = 1 << (k.bit_length() - 1)
     fold = [Move(r, r - p, None, True) for r in range(p, k)]
     unfold = [Move(r - p, r, None, False) for r in range(p, k)]
     halving, doubling = [], []
     m = p // 2
-    while m:  # partners are m apart; a block of m chunks, aligned at a multiple of m, is swapped
-        block = [range(r // m * m, r // m * m + m) for r in range(p)]  # the block that r keeps
+    # partners are m apart; a block of m chunks, aligned at a multiple of m, is swapped
+    while m:
+        # the block that r keeps
+        block = [range(r // m * m, r // m * m + m) for r in range(p)]
         halving.append([Move(r, r ^ m, block[r ^ m], True) for r in range(p)])
         doubling.append([Move(r, r ^ m, block[r], False) for r in range(p)])
         m //= 2
@@ -100,7 +108,7 @@ def halving_doubling(k: int) -> list[list[Move]]:
 
 
 def recursive_doubling(k: int) -> list[list[Move]]:
-    """Partners exchange whole tensors, and both add; then pairs of partners do, and so on.
+    """Partners exchange whole tensors and both add; then pairs of partners.
 
     floor(log2 k) steps of whole tensors, and two more unless k is a power of two.
     """
@@ -115,7 +123,7 @@ def recursive_doubling(k: int) -> list[list[Move]]:
 
 
 def tree_broadcast(k: int, src: int = 0) -> list[list[Move]]:
-    """The second half of ``tree``, with the participants renumbered so that ``src`` is the root."""
+    """The second half of ``tree``, renumbered so that ``src`` is the root."""
     steps = tree(k)
     return [
         [Move((m.src + src) % k, (m.dst + src) % k, None, False) for m in step]
@@ -129,31 +137,40 @@ def steps_of(schedule: Schedule, k: int, *args) -> list[list[Move]]:
 
 
 def num_chunks(steps: Sequence[Sequence[Move]]) -> int:
-    """Return into how many chunks a schedule cuts the tensor: 1 + the largest that it names."""
+    """Return how many chunks a schedule cuts the tensor into: 1 + the largest named."""
     named = [m.chunk for step in steps for m in step if m.chunk is not None]
     return 1 + max((c[-1] if isinstance(c, range) else c for c in named), default=0)
 
 
 def chunks_of(move: Move, n: int) -> range:
-    """Return the chunks that a move carries, of the ``n`` into which the tensor is cut."""
+    """Return the chunks that a move carries, of the ``n`` that make up the tensor."""
     if move.chunk is None:
         return range(n)
-    return move.chunk if isinstance(move.chunk, range) else range(move.chunk, move.chunk + 1)
+    return (
+        move.chunk
+        if isinstance(move.chunk, range)
+        else range(move.chunk, move.chunk + 1)
+    )
 
 
 def check_steps(steps: Sequence[Sequence[Move]], k: int) -> None:
     """Raise ValueError unless the moves of each step can happen at the same time.
 
-    A chunk that is sent must not be written in the same step, nor one that is taken be written
-    twice: nobody could say which comes first. The exception is an exchange: two participants send
-    each other the same chunk, to reduce it, and no other message in this step.
+    A chunk that is sent must not be written in the same step, nor one that is taken be
+    written twice: nobody could say which comes first. The exception is an exchange: two
+    participants send each other the same chunk, to reduce it, and no other message in
+    this step.
     """
     for m in chain.from_iterable(steps):
         chunks = chunks_of(m, 1)
         if m.src == m.dst or not (0 <= m.src < k and 0 <= m.dst < k):
-            raise ValueError(f"{m} does not send a chunk between two of {k} participants")
+            raise ValueError(
+                f"{m} does not send a chunk between two of {k} participants"
+            )
         if not chunks or chunks.start < 0 or chunks.step != 1:
-            raise ValueError(f"{m} names no chunk: a number from 0, a range of them, or None")
+            raise ValueError(
+                f"{m} names no chunk: a number from 0, a range of them, or None"
+            )
     n = num_chunks(steps)
     for number, step in enumerate(steps, start=1):
         sent = Counter((m.src, c) for m in step for c in chunks_of(m, n))
@@ -163,19 +180,20 @@ def check_steps(steps: Sequence[Sequence[Move]], k: int) -> None:
         for participant, chunk in taken:
             if written[participant, chunk] > 1:
                 raise ValueError(
-                    f"in step {number} participant {participant} takes chunk {chunk} while another "
-                    "message writes to it, too: use two steps"
+                    f"in step {number} participant {participant} takes chunk {chunk}"
+                    " while another message writes to it, too: use two steps"
                 )
         for place in sent.keys() & written.keys():
             if place not in exchanged or sent[place] + written[place] > 2:
                 raise ValueError(
-                    f"in step {number} participant {place[0]} sends chunk {place[1]} while it is "
-                    "overwritten: use two steps, or let two exchange the chunk and both reduce it"
+                    f"in step {number} participant {place[0]} sends chunk {place[1]}"
+                    " while it is overwritten: use two steps, or let two exchange the"
+                    " chunk and both reduce it"
                 )
 
 
 def exchanges(step: Sequence[Move]) -> set[Move]:
-    """Return the moves by which two participants send each other one chunk, and no more."""
+    """Return the moves by which two participants swap one chunk, and no more."""
     moves, messages = set(step), Counter((m.src, m.dst) for m in step)
     return {
         m
@@ -185,13 +203,13 @@ def exchanges(step: Sequence[Move]) -> set[Move]:
     }
 
 
-# The same steps come again with every tensor. They are compared, and not the functions that make
-# them, which may return other steps tomorrow.
+# The same steps come again with every tensor. They are compared, and not the functions
+# that make them, which may return other steps tomorrow.
 _check_once = lru_cache(maxsize=128)(check_steps)
 
 
 def checked_steps(schedule: Schedule, k: int) -> list[list[Move]]:
-    """Return the steps of ``schedule(k)``, checked by ``check_steps``: equal steps only once."""
+    """Return ``schedule(k)``'s steps; ``check_steps`` checks equal ones only once."""
     steps = steps_of(schedule, k)
     _check_once(tuple(map(tuple, steps)), k)
     return steps
@@ -199,16 +217,21 @@ def checked_steps(schedule: Schedule, k: int) -> list[list[Move]]:
 
 @lru_cache(maxsize=1024)
 def sent_and_written(step: tuple[Move, ...], n: int) -> frozenset[tuple[int, int]]:
-    """Return each (participant, chunk) that is sent and written in a step, of ``n`` chunks."""
+    """Return each (participant, chunk), of ``n``, that a step both sends and writes."""
     sent = {(m.src, c) for m in step for c in chunks_of(m, n)}
-    return frozenset(sent.intersection((m.dst, c) for m in step for c in chunks_of(m, n)))
+    return frozenset(
+        sent.intersection((m.dst, c) for m in step for c in chunks_of(m, n))
+    )
 
 
-def holdings(steps: Sequence[Sequence[Move]], k: int) -> list[list[list[tuple[int, ...]]]]:
-    """Check ``steps``, and return what each participant holds at the start and after each step.
+def holdings(
+    steps: Sequence[Sequence[Move]], k: int
+) -> list[list[list[tuple[int, ...]]]]:
+    """Check ``steps``; return who holds what at the start and after each step.
 
-    ``holdings(steps, k)[step][participant][chunk]`` is a sorted tuple of those whose contribution
-    is in that chunk; one that was added twice stands there twice. Step 0 is the start.
+    ``holdings(steps, k)[step][participant][chunk]`` is a sorted tuple of those whose
+    contribution is in that chunk; one that was added twice stands there twice. Step 0
+    is the start.
     """
     steps = [list(step) for step in steps]  # a generator would be used up by the check
     check_steps(steps, k)
@@ -219,15 +242,20 @@ def holdings(steps: Sequence[Sequence[Move]], k: int) -> list[list[list[tuple[in
         for m in step:
             for c in chunks_of(m, n):
                 got = before[m.src][c]
-                after[m.dst][c] = tuple(sorted(after[m.dst][c] + got)) if m.reduce else got
+                after[m.dst][c] = (
+                    tuple(sorted(after[m.dst][c] + got)) if m.reduce else got
+                )
         states.append(after)
     return states
 
 
 def verify_allreduce(schedule: Schedule, k: int) -> None:
-    """Raise ValueError unless ``schedule(k)`` leaves each with every contribution once."""
+    """Raise ValueError unless ``schedule(k)`` gives each every contribution once."""
     for r, held in enumerate(holdings(schedule(k), k)[-1]):
         for c, contributions in enumerate(held):
             if contributions != tuple(range(k)):
-                wrong = f"participant {r} ends with the contributions {contributions} in chunk {c}"
+                wrong = (
+                    f"participant {r} ends with the contributions {contributions} in"
+                    f" chunk {c}"
+                )
                 raise ValueError(f"{wrong}, not with those of 0 to {k - 1}, each once")

@@ -1,10 +1,11 @@
-"""Data parallelism: a replica of the module on every device or rank, and a part of each batch.
+"""Data parallelism: each device or rank has a replica, and a part of each batch.
 
-In one process, read ``scattering`` (split a batch, join outputs), ``replicas`` (call copies of a
-module in threads), ``loss`` and ``chunks`` (a loss in parts). In many, read ``sampler``,
-``buckets``, ``reducer`` and ``ddp``, which averages gradients in backward; ``state_sharing`` gives
-all ranks the same start, ``ddp_arguments`` checks, ``uneven`` is for ranks with fewer batches or
-rows, and ``batch_norm`` takes its statistics over all ranks.
+In one process, read ``scattering`` (split a batch, join outputs), ``replicas`` (call
+copies of a module in threads), ``loss`` and ``chunks`` (a loss in parts). In many, read
+``sampler``, ``buckets``, ``reducer`` and ``ddp``, which averages gradients in backward;
+``state_sharing`` gives all ranks the same start, ``ddp_arguments`` checks, ``uneven``
+is for ranks with fewer batches or rows, and ``batch_norm`` takes its statistics over
+all ranks.
 """
 
 from .batch_norm import SyncBatchNorm

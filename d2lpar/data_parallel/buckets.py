@@ -13,9 +13,10 @@ from torch import nn
 class Bucket:
     """Gradients side by side in one flat tensor, which travels as one message.
 
-    Gradients of 16 bits lie in it as float32, and are rounded once, when they come out. After them
-    the last bucket has the *manifest*: how many ranks have used each parameter of all buckets, then
-    the sum of all ranks' weights. Communication hooks find the methods of torch's ``GradBucket``.
+    Gradients of 16 bits lie in it as float32, and are rounded once, when they come out.
+    After them the last bucket has the *manifest*: how many ranks have used each
+    parameter of all buckets, then the sum of all ranks' weights. Communication hooks
+    find the methods of torch's ``GradBucket``.
     """
 
     def __init__(self, number: int, params: list[nn.Parameter], manifest_size: int = 0):
@@ -35,19 +36,20 @@ class Bucket:
 
     @torch.no_grad()
     def fill(self, weight: float) -> None:
-        """Put every gradient, times ``weight``, into its place: one copy; a missing one is zero."""
+        """Put every gradient, times ``weight``, into its place; a missing one is 0."""
         self._buffer = self.values
         for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
             if grad is None or weight == 0:  # the mean over no rows is not a number
                 view.zero_()
             elif grad.dtype == view.dtype:
-                torch.mul(grad, weight, out=view)  # in place where the gradient is this view
+                # in place where the gradient is this view
+                torch.mul(grad, weight, out=view)
             else:
                 view.copy_(grad).mul_(weight)
 
     def hand_out(self, i: int, as_view: bool) -> None:
-        """Set the i-th gradient: to a view of the bucket, or (16 bits always) its own tensor."""
+        """Set the i-th gradient to a view of the bucket, or to its own tensor."""
         param, view = self.params[i], self.views[i]
         if as_view and view.dtype == param.dtype:
             param.grad = view
@@ -83,19 +85,22 @@ class Bucket:
     def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         parts = zip(flat.split(self.sizes), self.params, strict=True)
         # empty_like keeps the strides of a channels_last weight
-        return [part.as_strided(p.shape, torch.empty_like(p).stride()) for part, p in parts]
+        return [
+            part.as_strided(p.shape, torch.empty_like(p).stride()) for part, p in parts
+        ]
 
 
 def make_buckets(params: list[nn.Parameter], bucket_cap_mb: float) -> list[Bucket]:
-    """Deal ``params``, at least one, out to buckets, the last first: backward begins with it."""
+    """Deal ``params`` out to buckets, the last first: backward begins there."""
     dealt = deal(reversed(params), bucket_cap_mb * 2**20)
     manifest_sizes = [0] * (len(dealt) - 1) + [len(params) + 1]
     return [Bucket(i, dealt[i], size) for i, size in enumerate(manifest_sizes)]
 
 
 def deal(tensors: Iterable[torch.Tensor], max_bytes: float) -> list[list[torch.Tensor]]:
-    """Group tensors into messages of at most ``max_bytes``, in order; a larger one is alone."""
-    full, begun = [], {}  # begun: (dtype, device) -> (the group that is being filled, its bytes)
+    """Group tensors into messages of at most ``max_bytes``, in order."""
+    # begun: (dtype, device) -> (the group that is being filled, its bytes)
+    full, begun = [], {}
     for tensor in tensors:
         kind = wide(tensor.dtype), tensor.device
         group, nbytes = begun.pop(kind, ([], 0))

@@ -1,7 +1,8 @@
 """DistributedDataParallel: a replica on each rank, and gradients averaged in backward.
 
-The naive version sends after backward, the other's ``Reducer`` during it. Notebook 07 builds this
-file. Sources: Li et al. (see ``buckets``), and ``torch.nn.parallel.DistributedDataParallel``.
+The naive version sends after backward, the other's ``Reducer`` during it. Notebook 07
+builds this file. Sources: Li et al. (see ``buckets``), and
+``torch.nn.parallel.DistributedDataParallel``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from .uneven import PRESENT, TRAINS, Join, naming_join, num_rows
 
 
 class NaiveDistributedDataParallel(nn.Module):
-    """The replica of a module on one rank; call ``average_gradients`` after each backward."""
+    """A replica on one rank; call ``average_gradients`` after each backward pass."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None):
         super().__init__()
@@ -37,7 +38,7 @@ class NaiveDistributedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def average_gradients(self) -> None:
-        """Replace each gradient in place by the mean over the ranks; a missing one counts as 0."""
+        """Average each gradient over the ranks, in place; a missing one counts as 0."""
         for param in self.module.parameters():
             if param.requires_grad:
                 if param.grad is None:
@@ -46,31 +47,39 @@ class NaiveDistributedDataParallel(nn.Module):
 
 
 class DistributedDataParallel(nn.Module):
-    """The replica of a module on one rank; after ``backward`` gradients are the mean over ranks.
+    """A module's replica on one rank; ``backward`` averages gradients over ranks.
 
-    It takes what ``torch.nn.parallel.DistributedDataParallel`` takes, and means the same by it.
-    Parameters may be frozen, tied, unused, and used by some ranks only; one that no rank has used
-    keeps a ``.grad`` of None. A copy (``copy.deepcopy``, pickle, ``torch.save``) is its own
-    wrapper, without a communication hook; it needs ``process_group`` to be all ranks.
+    It takes what ``torch.nn.parallel.DistributedDataParallel`` takes, and means the
+    same by it. Parameters may be frozen, tied, unused, and used by some ranks only; one
+    that no rank has used keeps a ``.grad`` of None. A copy (``copy.deepcopy``, pickle,
+    ``torch.save``) is its own wrapper, without a communication hook; it needs
+    ``process_group`` to be all ranks.
 
-    Not as in torch: every backward pass through an output averages, not only the first one after a
-    forward pass. With ``use_reentrant=True`` a layer may be checkpointed once in a pass. Hooks on
-    gradients must be registered before, since a gradient may be sent as soon as it is there. The
-    first three objects get lanes, further ones send messages. ``output_device``, ``dim``,
-    ``find_unused_parameters``, ``static_graph``, ``check_reduction`` and ``batched_grad_copy`` make
-    no difference. Arguments that are not named here are refused. ``weight`` is ours, and so is
-    ``timeline``: set this attribute to a list to get (bucket, begin, end) in seconds per message.
+    Not as in torch: every backward pass through an output averages, not only the first
+    one after a forward pass. With ``use_reentrant=True`` a layer may be checkpointed
+    once in a pass. Hooks on gradients must be registered before, since a gradient may
+    be sent as soon as it is there. The first three objects get lanes, further ones send
+    messages. ``output_device``, ``dim``, ``find_unused_parameters``, ``static_graph``,
+    ``check_reduction`` and ``batched_grad_copy`` make no difference. Arguments that are
+    not named here are refused. ``weight`` is ours, and so is ``timeline``: set this
+    attribute to a list to get (bucket, begin, end) in seconds per message.
 
     Args:
-        device_ids: None, or a list of the one GPU on which the module is; inputs are moved to it.
-        broadcast_buffers: unless False, buffers become rank 0's, now and before each forward pass
-            that follows one with gradients; for these, ``forward_sync_buffers`` takes its place.
-        init_sync: whether to check that the ranks' modules are alike, and copy rank 0's state.
-        bucket_cap_mb: the size of a bucket in MiB, None: 25; a larger parameter has its own.
-        gradient_as_bucket_view: saves a copy: gradients are views, which the next pass overwrites.
-        weight: "equal": the mean over ranks, as in torch. "rows": each rank counts by its rows
-            (dimension 0 of forward's first tensor): the mean over a rank's rows becomes the mean
-            over all rows. The rows of several forward passes add up, until one backward pass ends.
+        device_ids: None, or a list of the one GPU on which the module is; inputs are
+            moved to it.
+        broadcast_buffers: unless False, buffers become rank 0's, now and before each
+            forward pass that follows one with gradients; for these,
+            ``forward_sync_buffers`` takes its place.
+        init_sync: whether to check that the ranks' modules are alike, and copy rank
+            0's state.
+        bucket_cap_mb: the size of a bucket in MiB, None: 25; a larger parameter has
+            its own.
+        gradient_as_bucket_view: saves a copy: gradients are views, which the next
+            pass overwrites.
+        weight: "equal": the mean over ranks, as in torch. "rows": each rank counts by
+            its rows (dimension 0 of forward's first tensor): the mean over a rank's
+            rows becomes the mean over all rows. The rows of several forward passes add
+            up, until one backward pass ends.
     """
 
     @checked(check_arguments)
@@ -111,7 +120,10 @@ class DistributedDataParallel(nn.Module):
         if init_sync:
             buffers = self.broadcast_buffers or forward_sync_buffers is not None
             share_state(self.module, self.process_group, buffers)
-            if len(set(ranks.all_gather_int(int(self._by_rows), self.process_group))) > 1:
+            if (
+                len(set(ranks.all_gather_int(int(self._by_rows), self.process_group)))
+                > 1
+            ):
                 raise ValueError(f"weight is {weight!r} on this rank, but not on all")
         if forward_sync_buffers is not None:
             self.broadcast_buffers = forward_sync_buffers
@@ -120,7 +132,9 @@ class DistributedDataParallel(nn.Module):
 
     def _attach(self) -> None:
         named = list(self.module.named_parameters())
-        self._frozen = [(name, param) for name, param in named if not param.requires_grad]
+        self._frozen = [
+            (name, param) for name, param in named if not param.requires_grad
+        ]
         self._join: Join | None = None
         self.timeline: list | None = None
         params = [param for _, param in named if param.requires_grad]
@@ -128,7 +142,7 @@ class DistributedDataParallel(nn.Module):
         self.reducer = Reducer(params, self.process_group, *how)
 
     def forward(self, *args, **kwargs):
-        """Call the module; before that, the ranks share their buffers where torch's do."""
+        """Call the module; before that, ranks share their buffers where torch's do."""
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self._join:
             self._join.roll_call(TRAINS if averages else PRESENT)
@@ -137,11 +151,15 @@ class DistributedDataParallel(nn.Module):
         if torch.is_grad_enabled():
             for name, param in self._frozen:
                 if param.requires_grad:
-                    raise ValueError(f"{name} was unfrozen after wrapping: wrap the module again")
+                    raise ValueError(
+                        f"{name} was unfrozen after wrapping: wrap the module again"
+                    )
             self.reducer.timeline = self.timeline
             self.reducer.begin(self._weight_of(args, kwargs))
         if self.device_ids:
-            [(args, kwargs)] = scatter((args, kwargs), [torch.device("cuda", self.device_ids[0])])
+            [(args, kwargs)] = scatter(
+                (args, kwargs), [torch.device("cuda", self.device_ids[0])]
+            )
         output = self.module(*args, **kwargs)
         if averages:
             self.reducer.expect(tensors_in(output))
@@ -149,14 +167,14 @@ class DistributedDataParallel(nn.Module):
         return output
 
     def _weight_of(self, args: tuple, kwargs: dict) -> float:
-        """Return what this rank's gradients count: the sum of all ranks' is the result."""
+        """Return what this rank's gradients count: the result is the sum over ranks."""
         if self._by_rows:
             return num_rows(args, kwargs)
         return self._join.weight if self._join else 1 / self.process_group.size()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let each rank add up gradients alone, for the forward passes that are made inside."""
+        """Let each rank add up gradients alone, for the forward passes made inside."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -164,17 +182,20 @@ class DistributedDataParallel(nn.Module):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: Any, hook: Callable) -> None:
-        """Let ``hook(state, bucket)`` reduce each bucket, and return a ``torch.futures.Future``.
+        """Let ``hook(state, bucket)`` reduce each bucket, and return a future.
 
-        The future's tensor replaces ``bucket.buffer()``, which is not yet divided by the number of
-        ranks. Backward waits for each future no longer than the group's time limit.
+        The tensor of this ``torch.futures.Future`` replaces ``bucket.buffer()``, which
+        is not yet divided by the number of ranks. Backward waits for each future no
+        longer than the group's time limit.
         """
         if not callable(hook):
             raise TypeError(f"hook must be a function, not {hook!r}")
         if self.reducer.comm_hook:
             raise RuntimeError("register_comm_hook can be called only once")
         if self._by_rows:
-            raise ValueError('weight="rows" divides by all rows: it cannot be left to a hook')
+            raise ValueError(
+                'weight="rows" divides by all rows: it cannot be left to a hook'
+            )
         self.reducer.comm_hook = partial(hook, state)
 
     def will_sync_module_buffers(self) -> bool:
@@ -183,9 +204,14 @@ class DistributedDataParallel(nn.Module):
         return wanted and any(True for _ in self.module.buffers())
 
     def _share_buffers(self) -> None:
-        source = self._join.source if self._join else dist.get_global_rank(self.process_group, 0)
+        source = (
+            self._join.source
+            if self._join
+            else dist.get_global_rank(self.process_group, 0)
+        )
         with naming_join():
-            unseen = [buffer.data for buffer in self.module.buffers()]  # by autograd, as in torch
+            # by autograd, as in torch
+            unseen = [buffer.data for buffer in self.module.buffers()]
             share_tensors(unseen, source, self.process_group)
 
     @contextmanager
@@ -197,16 +223,20 @@ class DistributedDataParallel(nn.Module):
     ) -> Iterator[None]:
         """Let ranks have different numbers of batches, for the loop that is inside.
 
-        A rank that has left the loop sends zeros until all have. Then all take the parameters of
-        one of the last, and its buffers if they are broadcast. Gradients are divided by the number
-        of all ranks or, unless ``divide_by_initial_world_size``, of those that still have batches;
-        with ``weight="rows"`` by the rows. With ``throw_on_early_termination``, all raise a
-        RuntimeError once one has left. A forward pass with gradients must have its backward pass.
+        A rank that has left the loop sends zeros until all have. Then all take the
+        parameters of one of the last, and its buffers if they are broadcast. Gradients
+        are divided by the number of all ranks or, unless
+        ``divide_by_initial_world_size``, of those that still have batches; with
+        ``weight="rows"`` by the rows. With ``throw_on_early_termination``, all raise a
+        RuntimeError once one has left. A forward pass with gradients must have its
+        backward pass.
         """
         if not enable:
             yield
             return
-        self._join = Join(self, divide_by_initial_world_size, throw_on_early_termination)
+        self._join = Join(
+            self, divide_by_initial_world_size, throw_on_early_termination
+        )
         try:
             yield
             self._join.keep_up()
@@ -216,7 +246,9 @@ class DistributedDataParallel(nn.Module):
     def __getstate__(self) -> dict:
         check_group(None)
         if self.process_group is not dist.group.WORLD:
-            raise RuntimeError("this one is not of all ranks: copy .module, and wrap the copy")
+            raise RuntimeError(
+                "this one is not of all ranks: copy .module, and wrap the copy"
+            )
         ours = ("process_group", "reducer")
         return {name: value for name, value in vars(self).items() if name not in ours}
 
@@ -228,7 +260,7 @@ class DistributedDataParallel(nn.Module):
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of an output, also in nested tuples, lists, dicts and dataclasses."""
+    """Return an output's tensors, also in nested tuples, lists, dicts, dataclasses."""
     if is_dataclass(output):
         output = [getattr(output, field.name) for field in fields(output)]
     elif isinstance(output, dict):

@@ -1,7 +1,8 @@
 """A loss computed in parts, on several devices, and put together as if on one.
 
-Each part's mean is weighted by the number that it was divided by. Notebook 06 builds this file.
-Source: H. Zhang's PyTorch-Encoding, which takes the plain mean of the parts' means.
+Each part's mean is weighted by the number that it was divided by. Notebook 06 builds
+this file. Source: H. Zhang's PyTorch-Encoding, which takes the plain mean of the parts'
+means.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ from ..guards import checked
 from .replicas import parallel_apply, replicate, widened
 from .scattering import num_rows, scatter
 
-Count = Callable[..., float]  # targets -> the number that the mean over them is divided by
+# targets -> the number that the mean over them is divided by
+Count = Callable[..., float]
 
 # Losses of torch.nn whose mean counts every element of the target alike.
 PER_ELEMENT = (
@@ -40,7 +42,7 @@ PER_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)  # may weigh classes, or ignore on
 
 
 def check_outputs(self: "DataParallelCriterion", outputs, targets) -> None:
-    """Raise ValueError unless there is an output per device, with as many rows as its targets."""
+    """Refuse all but one output per device, with as many rows as its targets."""
     most, k = len(self.devices) or 1, len(outputs)
     if isinstance(outputs, torch.Tensor) or not 1 <= k <= most:
         found = "a tensor" if isinstance(outputs, torch.Tensor) else f"{k} outputs"
@@ -55,21 +57,28 @@ def check_outputs(self: "DataParallelCriterion", outputs, targets) -> None:
             rows = few + (i < more)
             if isinstance(output, torch.Tensor) and num_rows(output, self.dim) != rows:
                 found = num_rows(output, self.dim)
-                raise ValueError(f"output {i} has {found} rows, but its part of the targets {rows}")
+                raise ValueError(
+                    f"output {i} has {found} rows, but its part of the targets {rows}"
+                )
 
 
 class DataParallelCriterion(nn.Module):
-    """A loss of outputs on several devices: the loss that one device would have computed.
+    """A loss of outputs on several devices: the same as one device would compute.
 
-    Called with the outputs of ``DataParallelModel`` and the whole batch's targets, it computes each
-    part where its output is, and puts them together on ``devices[0]`` by ``criterion.reduction``:
-    "none" joins them, "sum" adds them, "mean" weights each by its share of the number that the mean
-    is divided by. That is known of most torch losses; for others pass ``count``: target, … -> that
-    number. Without ``devices``, the batch is one output. The rows are dimension ``dim``.
+    Called with the outputs of ``DataParallelModel`` and the whole batch's targets, it
+    computes each part where its output is, and puts them together on ``devices[0]`` by
+    ``criterion.reduction``: "none" joins them, "sum" adds them, "mean" weights each by
+    its share of the number that the mean is divided by. That is known of most torch
+    losses; for others pass ``count``: target, … -> that number. Without ``devices``,
+    the batch is one output. The rows are dimension ``dim``.
     """
 
     def __init__(
-        self, criterion: Callable, devices: Sequence, count: Count | None = None, dim: int = 0
+        self,
+        criterion: Callable,
+        devices: Sequence,
+        count: Count | None = None,
+        dim: int = 0,
     ):
         super().__init__()
         find_count(criterion, count)
@@ -88,12 +97,15 @@ class DataParallelCriterion(nn.Module):
         losses = parallel_apply(
             [criteria[i] for i in weights], [(outputs[i], *shards[i]) for i in weights]
         )
-        there = [to_device(loss, devices[0], i, 0) for i, loss in zip(weights, losses, strict=True)]
+        there = [
+            to_device(loss, devices[0], i, 0)
+            for i, loss in zip(weights, losses, strict=True)
+        ]
         return put_together(criterion, there, list(weights.values()), self.dim)
 
 
 def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
-    """Return what counts a target for the mean, or None without mean; raise if it is unknown."""
+    """Return what counts a target for the mean, None without mean; raise if unknown."""
     if getattr(criterion, "reduction", None) in ("sum", "none"):
         return None
     if count is not None:
@@ -104,12 +116,14 @@ def find_count(criterion: Callable, count: Count | None = None) -> Count | None:
         return lambda target: summed_weights(criterion, target)
     name = getattr(criterion, "__name__", type(criterion).__name__)
     raise ValueError(
-        f"it is not known what {name} divides its mean by: pass count, a function of the target "
-        "that returns this number"
+        f"it is not known what {name} divides its mean by: pass count, a function of"
+        " the target that returns this number"
     )
 
 
-def summed_weights(criterion: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor) -> float:
+def summed_weights(
+    criterion: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor
+) -> float:
     """Return the sum of the class weights of those targets that are not ignored."""
     if target.is_floating_point():  # a probability for each class: every row counts
         return target.numel() / target.shape[min(1, target.dim() - 1)]
@@ -122,10 +136,11 @@ def summed_weights(criterion: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Te
 def shares(
     criterion: Callable, count: Count | None, targets: Sequence[tuple]
 ) -> tuple[Callable, dict[int, float]]:
-    """Return what to call for the loss of a part, and by what factor each enters the whole.
+    """Return what to call for a part's loss, and by what factor each counts.
 
-    For a sum, or without reduction, that is 1, for a mean the part's share of the count; parts that
-    count nothing are left out. The mean over nothing is left to the criterion (torch's give NaN).
+    For a sum, or without reduction, that is 1, for a mean the part's share of the
+    count; parts that count nothing are left out. The mean over nothing is left to the
+    criterion (torch's give NaN).
     """
     parts, counts_of = range(len(targets)), find_count(criterion, count)
     if counts_of is None:
@@ -140,21 +155,26 @@ def shares(
 
 
 def put_together(
-    criterion: Callable, losses: list[torch.Tensor], weights: Sequence[float], dim: int = 0
+    criterion: Callable,
+    losses: list[torch.Tensor],
+    weights: Sequence[float],
+    dim: int = 0,
 ) -> torch.Tensor:
-    """Return the loss of the whole from those of its parts, on one device; see ``shares``."""
+    """Return the loss of the whole from its parts', on one device; see ``shares``."""
     if getattr(criterion, "reduction", None) == "none":
         return torch.cat(losses, dim)
     total = 0
     for loss, weight in zip(losses, weights, strict=True):
         if loss.dim():
-            raise ValueError(f"the loss of a part has shape {list(loss.shape)}, and is no number")
+            raise ValueError(
+                f"the loss of a part has shape {list(loss.shape)}, and is no number"
+            )
         total = total + widened(loss) * weight
     return total.to(losses[0].dtype)
 
 
 def copies_for(devices: list[torch.device], module: Callable) -> list[Callable]:
-    """Replicate a module for several devices; a function, or a single device, needs no copy."""
+    """Replicate a module for several devices; a function or one device needs none."""
     if isinstance(module, nn.Module) and len(devices) > 1:
         return replicate(module, devices)
     return [module] * len(devices)

@@ -1,8 +1,9 @@
 """The reducer: averages gradients between ranks while backward still runs.
 
-A hook of each parameter notes that its gradient is there. As soon as a *bucket* has all of its own,
-a communication thread sends it. When backward ends, the reducer waits for the thread and hands out
-the averages. Notebook 07 uses this file. Sources: Li et al. (see ``buckets``), torch's ``Reducer``.
+A hook of each parameter notes that its gradient is there. As soon as a *bucket* has all
+of its own, a communication thread sends it. When backward ends, the reducer waits for
+the thread and hands out the averages. Notebook 07 uses this file. Sources: Li et al.
+(see ``buckets``), torch's ``Reducer``.
 """
 
 import time
@@ -30,10 +31,11 @@ AVERAGES = "averages"  # such a pass is running, and will call _end
 
 
 class Reducer:
-    """Averages the gradients of ``params`` in each backward pass that a forward pass has announced.
+    """Averages gradients in each backward pass that a forward pass has announced.
 
-    It lives as long as its owner, or the graph of tensors it was told to ``expect``; its hooks,
-    thread and line go with it. On GPUs, where it was not run, messages have their own stream.
+    It lives as long as its owner, or the graph of tensors it was told to ``expect``;
+    its hooks, thread and line go with it. On GPUs, where it was not run, messages have
+    their own stream.
     """
 
     def __init__(
@@ -46,12 +48,18 @@ class Reducer:
     ):
         self.group, self.by_rows, self.as_view = group, by_rows, as_view
         self.buckets = make_buckets(params, bucket_cap_mb)
-        self.comm_hook: Callable[[Bucket], torch.futures.Future] | None = None  # for the allreduce
-        self.timeline: list | None = None  # of (bucket, begin, end) in seconds, for each message
-        self._line: Member | None = None  # in which the buckets' order is that of the messages
-        self._lock = Lock()  # autograd has a thread for each device, and all call the hooks
+        # for the allreduce
+        self.comm_hook: Callable[[Bucket], torch.futures.Future] | None = None
+        # of (bucket, begin, end) in seconds, for each message
+        self.timeline: list | None = None
+        # in which the buckets' order is that of the messages
+        self._line: Member | None = None
+        # autograd has a thread for each device, and all call the hooks
+        self._lock = Lock()
         self._streams = {  # of the messages, one per GPU
-            param.device: torch.cuda.Stream(param.device) for param in params if param.is_cuda
+            param.device: torch.cuda.Stream(param.device)
+            for param in params
+            if param.is_cuda
         }
         self._sender = Sender()
         weakref.finalize(self, self._sender.stop)
@@ -59,7 +67,8 @@ class Reducer:
         self._add_hooks()
 
     def _add_hooks(self) -> None:
-        me = weakref.ref(self)  # a hook lives as long as its parameter, and must not hold more
+        # a hook lives as long as its parameter, and must not hold more
+        me = weakref.ref(self)
         for bucket in self.buckets:
             for i, param in enumerate(bucket.params):
                 on_gradient = partial(_on_gradient, me, bucket, i)
@@ -67,8 +76,9 @@ class Reducer:
                 weakref.finalize(self, handle.remove)
 
     def begin(self, weight: float) -> None:
-        """Get ready for a forward pass; weights that are rows add up until backward uses them."""
-        if any(bucket.ready for bucket in self.buckets):  # an error broke off the last backward
+        """Get ready for a forward pass; weights that are rows add up until backward."""
+        # an error broke off the last backward
+        if any(bucket.ready for bucket in self.buckets):
             wait(self._sent)  # its messages may still read the buckets
             self._reset()
         self._state = IGNORES
@@ -77,7 +87,7 @@ class Reducer:
         self._weight_is_used = False
 
     def expect(self, outputs: list[torch.Tensor]) -> None:
-        """Average in the next backward pass, and in each one that goes through ``outputs``."""
+        """Average in the next backward pass and in each one through ``outputs``."""
         self.connect()
         self._state = EXPECTS
         for tensor in outputs:
@@ -85,7 +95,7 @@ class Reducer:
                 tensor.grad_fn.register_prehook(self._enter)
 
     def connect(self) -> None:
-        """Get ready to send, with a line of our own in the group: called by all its ranks."""
+        """Get ready to send on a line of our own in the group: called by all ranks."""
         self._line = self._line or line_of(self.group)
         self._context = copy_context()  # the thread counts bytes where the caller does
 
@@ -96,10 +106,11 @@ class Reducer:
             bucket.ready.clear()
 
     def _enter(self, *_) -> None:
-        """Average in this backward pass, which may have others inside, and finish when it ends."""
+        """Average in this backward pass, even with others inside, until it ends."""
         if self._state != AVERAGES:
             self._state = AVERAGES
-            # torch has no public way to learn that backward is over; its own one is private.
+            # torch has no public way to learn that backward is over; its own one is
+            # private.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _note(self, bucket: Bucket, i: int) -> None:
@@ -108,35 +119,46 @@ class Reducer:
         self._check(bucket, i)
         bucket.ready.add(i)
         self._wait_for_gradients(bucket)
-        while len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].is_full:
+        while (
+            len(self._sent) < len(self.buckets)
+            and self.buckets[len(self._sent)].is_full
+        ):
             self._send(self.buckets[len(self._sent)])
 
     def _check(self, bucket: Bucket, i: int) -> None:
         """Refuse a gradient that cannot be averaged."""
         if bucket.params[i].grad.requires_grad:
             raise RuntimeError(
-                "a gradient of a gradient cannot be averaged: call backward without create_graph, "
-                "or in no_sync"
+                "a gradient of a gradient cannot be averaged: call backward without"
+                " create_graph, or in no_sync"
             )
         if i in bucket.ready:
             raise RuntimeError(
-                "a gradient was added to twice in one backward pass, and may have been sent in "
-                "between: checkpoint with use_reentrant=False"
+                "a gradient was added to twice in one backward pass, and may have been"
+                " sent in between: checkpoint with use_reentrant=False"
             )
         if bucket.params[i].grad.is_sparse:
-            raise ValueError("sparse gradients cannot be averaged: use Embedding(sparse=False)")
+            raise ValueError(
+                "sparse gradients cannot be averaged: use Embedding(sparse=False)"
+            )
 
     def _send(self, bucket: Bucket, absent: bool = False) -> None:
-        weight = 0 if absent else 1 if self.comm_hook else self._weight  # hooks divide themselves
+        # hooks divide themselves
+        weight = 0 if absent else 1 if self.comm_hook else self._weight
         with self._beside(bucket):
             bucket.fill(weight)
             if bucket.is_last():
                 params = [param for b in self.buckets for param in b.params]
                 used = [param.grad is not None and not absent for param in params]
-                bucket.manifest.copy_(torch.tensor([*used, weight], dtype=bucket.flat.dtype))
-            # The hook is called here, so that all ranks send what it sends in the same order.
+                bucket.manifest.copy_(
+                    torch.tensor([*used, weight], dtype=bucket.flat.dtype)
+                )
+            # The hook is called here, so that all ranks send what it sends in the same
+            # order.
             future = self.comm_hook and self.comm_hook(bucket)
-        self._sent.append(self._sender.submit(self._context.run, self._reduce, bucket, future))
+        self._sent.append(
+            self._sender.submit(self._context.run, self._reduce, bucket, future)
+        )
 
     def _reduce(self, bucket: Bucket, future: torch.futures.Future | None) -> None:
         begin = time.perf_counter()
@@ -156,8 +178,9 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self, absent: bool = False) -> None:
-        """Send what is left, wait for all, and hand out the gradients, unless we are ``absent``."""
-        for bucket in self.buckets[len(self._sent) :]:  # not full: some are unused on this rank
+        """Send what is left, wait, and hand out gradients unless we are ``absent``."""
+        # not full: some are unused on this rank
+        for bucket in self.buckets[len(self._sent) :]:
             self._wait_for_gradients(bucket)
             self._send(bucket, absent)
         with naming_join():
@@ -166,7 +189,8 @@ class Reducer:
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         *users, rows = self.buckets[-1].manifest.tolist()
-        self._reset()  # but the weight stays: one forward pass may have two backward passes
+        # but the weight stays: one forward pass may have two backward passes
+        self._reset()
         users = iter(users)
         for bucket in self.buckets:
             if self.by_rows and rows:
@@ -178,8 +202,9 @@ class Reducer:
     # On GPUs
 
     def _beside(self, bucket: Bucket):
-        """Work in the stream of the messages, beside the one in which backward computes."""
-        return torch.cuda.stream(self._streams.get(bucket.flat.device))  # of None: changes nothing
+        """Work in the messages' stream, beside the one where backward computes."""
+        # of None: changes nothing
+        return torch.cuda.stream(self._streams.get(bucket.flat.device))
 
     def _wait_for_gradients(self, bucket: Bucket) -> None:
         """Let the messages' stream wait for what the current one has to do by now."""
@@ -195,15 +220,17 @@ def _on_gradient(me: weakref.ref, bucket: Bucket, i: int, _: torch.Tensor) -> No
 
 
 def _result_of(future: torch.futures.Future, timeout: float) -> torch.Tensor:
-    """Wait for what a communication hook has begun; torch's ``wait`` alone has no limit."""
+    """Wait for what a hook has begun; torch's ``wait`` alone has no limit."""
     if not hasattr(future, "wait"):  # torch's own are of a class without a public name
         kind = type(future).__name__
-        raise TypeError(f"a communication hook must return a torch.futures.Future, not {kind}")
+        raise TypeError(
+            f"a communication hook must return a torch.futures.Future, not {kind}"
+        )
     done = Event()
     future.add_done_callback(lambda _: done.set())
     if not done.wait(timeout):
         raise TimeoutError(
-            f"the communication hook's future had no result after {timeout:g} s: has what was to "
-            "set it failed, or has another rank not called its hook?"
+            f"the communication hook's future had no result after {timeout:g} s: has"
+            " what was to set it failed, or has another rank not called its hook?"
         )
     return future.wait()

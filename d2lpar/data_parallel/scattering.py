@@ -1,6 +1,7 @@
 """A batch of any structure, split over devices, and joined again.
 
-Notebook 05 builds this file. Source: ``torch.nn.parallel.scatter`` and ``gather``, which need GPUs.
+Notebook 05 builds this file. Source: ``torch.nn.parallel.scatter`` and ``gather``,
+which need GPUs.
 """
 
 from collections.abc import Sequence
@@ -18,17 +19,20 @@ def check_scatter(inputs: Any, devices: Sequence[torch.device], dim: int) -> Non
     """Raise unless there are devices and, for several of them, rows to split."""
     if len(check_devices(devices)) > 1:
         if has_packed(inputs):
-            raise TypeError("cannot split a PackedSequence by rows: pass padded sequences, lengths")
+            raise TypeError(
+                "cannot split a PackedSequence by rows: pass padded sequences, lengths"
+            )
         num_rows(inputs, dim)
 
 
 @checked(check_scatter)
 def scatter(inputs: Any, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
-    """Split every tensor of ``inputs`` along ``dim``; return a list of what each device gets.
+    """Split every tensor of ``inputs`` along ``dim``; return what each device gets.
 
-    Nested tuples, lists and dicts are rebuilt around the shards; other values go to every device by
-    reference. Shards keep the order and differ by at most one row, so the last may be empty. One
-    device gets all as it is, several only tensors of one size along ``dim``. Gradients flow back.
+    Nested tuples, lists and dicts are rebuilt around the shards; other values go to
+    every device by reference. Shards keep the order and differ by at most one row, so
+    the last may be empty. One device gets all as it is, several only tensors of one
+    size along ``dim``. Gradients flow back.
     """
     devices = check_devices(devices)
     k = len(devices)
@@ -43,27 +47,29 @@ def scatter(inputs: Any, devices: Sequence[torch.device], dim: int = 0) -> list[
 
 
 def shards_of(rows: torch.Tensor, k: int, dim: int = 0) -> Sequence[torch.Tensor]:
-    """Split a tensor in ``k``; the first parts have one row more where ``k`` does not divide."""
+    """Split a tensor in ``k``; the first parts get one row more if some are left."""
     few, more = divmod(rows.shape[dim], k)
     shards = rows.split([few + (i < more) for i in range(k)], dim)
-    if rows.requires_grad:  # autograd forbids writing to such views, as ReLU(inplace=True) does
+    # autograd forbids writing to such views, as ReLU(inplace=True) does
+    if rows.requires_grad:
         return [shard.clone() for shard in shards]
     return shards
 
 
 def num_rows(inputs: Any, dim: int = 0) -> int | None:
-    """Return the size that all tensors of ``inputs`` have along ``dim``; None without tensors."""
+    """Return the size of all tensors of ``inputs`` along ``dim``; None without any."""
     tensors = tensors_of(inputs)
     for tensor in tensors:
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(
-                f"a tensor of shape {list(tensor.shape)} has no dimension {dim} to split: to give "
-                "every device the same number, pass it as a Python number"
+                f"a tensor of shape {list(tensor.shape)} has no dimension {dim} to"
+                " split: to give every device the same number, pass it as a Python"
+                " number"
             )
         if tensor.shape[dim] != tensors[0].shape[dim]:
             raise ValueError(
-                f"tensors of shapes {list(tensors[0].shape)} and {list(tensor.shape)} differ in "
-                f"dimension {dim}, along which they are to be split"
+                f"tensors of shapes {list(tensors[0].shape)} and {list(tensor.shape)}"
+                f" differ in dimension {dim}, along which they are to be split"
             )
     return tensors[0].shape[dim] if tensors else None
 
@@ -80,8 +86,9 @@ def check_gather(outputs: Sequence[Any], **_) -> None:
 def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     """Join the outputs of several devices on ``device``: the reverse of ``scatter``.
 
-    Tensors without dimensions become a vector. Tuples, lists and dicts may be nested. Strings,
-    numbers and None must be the same on all devices; nothing else is allowed. Gradients flow back.
+    Tensors without dimensions become a vector. Tuples, lists and dicts may be nested.
+    Strings, numbers and None must be the same on all devices; nothing else is allowed.
+    Gradients flow back.
     """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
@@ -95,7 +102,9 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     return rebuild(first, [gather(group, device, dim) for group in groups])
 
 
-def join_tensors(tensors: Sequence[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
+def join_tensors(
+    tensors: Sequence[torch.Tensor], device: torch.device, dim: int
+) -> torch.Tensor:
     """Move the tensors to ``device``, and join them there."""
     [device] = check_devices([device])
     dst = position(device, [tensor.device for tensor in tensors])
@@ -113,7 +122,9 @@ def _kind(output: Any) -> str:
         return f"a {type(output).__name__} of {len(output)}"
     if output is None or isinstance(output, (str, bytes, int, float)):
         return repr(output)
-    raise TypeError(f"cannot gather a {type(output).__name__}: return tensors, or tuples of them")
+    raise TypeError(
+        f"cannot gather a {type(output).__name__}: return tensors, or tuples of them"
+    )
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -129,7 +140,9 @@ def has_packed(tree: Any) -> bool:
     """Tell whether there is a PackedSequence in a nested structure."""
     if isinstance(tree, PackedSequence):
         return True
-    return isinstance(tree, (tuple, list, dict)) and any(map(has_packed, parts_of(tree)))
+    return isinstance(tree, (tuple, list, dict)) and any(
+        map(has_packed, parts_of(tree))
+    )
 
 
 def parts_of(tree: tuple | list | dict) -> list:
@@ -138,7 +151,7 @@ def parts_of(tree: tuple | list | dict) -> list:
 
 
 def rebuild(tree: tuple | list | dict, parts: list) -> Any:
-    """Return a tuple, list or dict like ``tree``, of the same type, around other parts."""
+    """Return a tuple, list or dict of the type of ``tree``, around other parts."""
     if isinstance(tree, dict):
         like = copy(tree)  # of a defaultdict, say, with its factory
         for key, part in zip(tree, parts, strict=True):
@@ -150,7 +163,7 @@ def rebuild(tree: tuple | list | dict, parts: list) -> Any:
 
 
 def position(device: torch.device, devices: Sequence[torch.device]) -> int | str:
-    """Return where ``devices`` names ``device`` first; else what the ledger is to call it."""
+    """Return where ``devices`` first names ``device``; else its name in the ledger."""
     if device in devices:
         return devices.index(device)
     return "host" if device.type == "cpu" else str(device)

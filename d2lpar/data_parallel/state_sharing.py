@@ -1,4 +1,4 @@
-"""Replicas that begin alike: the ranks compare their modules, and all take one rank's state.
+"""Replicas that begin alike: ranks compare modules, and all take one rank's state.
 
 Notebook 07 builds this file. Source: ``torch.nn.parallel.DistributedDataParallel``.
 """
@@ -13,17 +13,22 @@ from torch import nn
 from .. import ranks
 from .buckets import deal
 
-MESSAGE_BYTES = 250 * 2**20  # as in torch: where a message has several tensors, it has no more
+# as in torch: where a message has several tensors, it has no more
+MESSAGE_BYTES = 250 * 2**20
 
 
 def share_state(
     module: nn.Module, group: dist.ProcessGroup | None = None, buffers: bool = True
 ) -> None:
-    """Check that all ranks have the same module, and copy rank 0's state into it in place.
+    """Check that all ranks have the same module, and copy rank 0's state in place.
 
-    Rank 0 is the first of ``group``. All raise a ValueError that names the first difference.
+    Rank 0 is the first of ``group``. All raise a ValueError that names the first
+    difference.
     """
-    share_named([*module.named_parameters(), *(module.named_buffers() if buffers else ())], group)
+    share_named(
+        [*module.named_parameters(), *(module.named_buffers() if buffers else ())],
+        group,
+    )
 
 
 def share_named(
@@ -35,18 +40,20 @@ def share_named(
     texts = bytes(ranks.all_gather(text, group).tolist()).decode().split("\0")[:-1]
     first, *others = dist.get_process_group_ranks(group or dist.group.WORLD)
     for rank, other in zip(others, texts[1:], strict=True):
-        pairs = zip_longest(texts[0].split("\n"), other.split("\n"), fillvalue="nothing more")
+        pairs = zip_longest(
+            texts[0].split("\n"), other.split("\n"), fillvalue="nothing more"
+        )
         for i, (a, b) in enumerate(pairs):
             if a != b:
                 raise ValueError(
-                    f"the ranks have different modules: number {i} of the parameters and buffers "
-                    f"is {a} on rank {first}, but {b} on rank {rank}"
+                    f"the ranks have different modules: number {i} of the parameters"
+                    f" and buffers is {a} on rank {first}, but {b} on rank {rank}"
                 )
     share_tensors([tensor for _, tensor in state], first, group)
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    """Name all that has to be the same on all ranks: dtype, shape, strides, and if it is frozen."""
+    """Name what all ranks must have alike: dtype, shape, strides, if it is frozen."""
     words = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     if not tensor.is_contiguous():
         words += f" with strides {list(tensor.stride())}"

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from .. import ranks
 from .state_sharing import share_tensors
 
-# What a rank is about to do, as it tells the others before each forward pass inside join
+# What a rank is about to do, as it tells the others before each forward pass inside
+# join
 ABSENT = 0  # it has no batch left
 PRESENT = 1  # a forward pass without gradients, or in no_sync
 TRAINS = 2  # a forward pass whose gradients are averaged
@@ -32,20 +33,26 @@ class Join:
 
     @property
     def source(self) -> int:
-        """The rank whose buffers all take: the last of those that were among the last."""
+        """The rank whose buffers all take: the last of those that ended last."""
         return self.active[-1]
 
     def roll_call(self, plan: int) -> int:
-        """Tell all ranks what this one is about to do, and return the most that any is."""
+        """Tell all ranks what this one is about to do; return the most any is."""
         plans = ranks.all_gather_int(plan, self.model.process_group)
-        active = [rank for rank, plan in zip(self.everyone, plans, strict=True) if plan != ABSENT]
+        active = [
+            rank
+            for rank, plan in zip(self.everyone, plans, strict=True)
+            if plan != ABSENT
+        ]
         if self.throws and 0 < len(active) < len(plans):
-            raise RuntimeError("a rank has no batch left, and throw_on_early_termination is set")
+            raise RuntimeError(
+                "a rank has no batch left, and throw_on_early_termination is set"
+            )
         self.active = active or self.active
         return max(plans)
 
     def keep_up(self) -> None:
-        """Take part in all that the others send, without a batch, until none has one."""
+        """Take part in all that others send, without a batch, until none has one."""
         model = self.model
         while plan := self.roll_call(ABSENT):
             if model.will_sync_module_buffers():
@@ -55,7 +62,9 @@ class Join:
                 model.reducer.finish(absent=True)
             model.require_forward_param_sync = plan == TRAINS
         buffers = model.module.buffers() if model.broadcast_buffers else ()
-        share_tensors([*model.module.parameters(), *buffers], self.source, model.process_group)
+        share_tensors(
+            [*model.module.parameters(), *buffers], self.source, model.process_group
+        )
 
 
 def num_rows(args: tuple, kwargs: dict) -> int:
@@ -63,7 +72,9 @@ def num_rows(args: tuple, kwargs: dict) -> int:
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.dim():
             return len(value)
-    raise ValueError('weight="rows" needs a tensor with rows among the arguments of forward')
+    raise ValueError(
+        'weight="rows" needs a tensor with rows among the arguments of forward'
+    )
 
 
 @contextmanager
@@ -74,5 +85,8 @@ def naming_join() -> Iterator[None]:
     except ranks.PeerError as error:
         if not error.peers:
             raise
-        words = "if it had fewer batches than this rank, put the loop into `with model.join():`"
+        words = (
+            "if it had fewer batches than this rank, put the loop into `with"
+            " model.join():`"
+        )
         raise ranks.PeerError(f"{error}; {words}", error.peers) from None

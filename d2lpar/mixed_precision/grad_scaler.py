@@ -1,8 +1,9 @@
 """A loss that is scaled, so that small gradients are not rounded to zero.
 
-float16 has nothing below 6e-8, and many gradients are smaller. ``predivide`` keeps a sum over many
-ranks within the range of float16. Notebook 10 uses this file. Sources: Micikevicius et al., "Mixed
-Precision Training" (ICLR 2018), ``torch.amp.GradScaler`` and NVIDIA's apex.
+float16 has nothing below 6e-8, and many gradients are smaller. ``predivide`` keeps a
+sum over many ranks within the range of float16. Notebook 10 uses this file. Sources:
+Micikevicius et al., "Mixed Precision Training" (ICLR 2018), ``torch.amp.GradScaler``
+and NVIDIA's apex.
 """
 
 import math
@@ -30,7 +31,8 @@ def check_grad_scaler(
         raise ValueError(f"must be positive: {init_scale=}, {growth_interval=}")
     if not (growth_factor >= 1 >= backoff_factor > 0):
         raise ValueError(
-            f"must be at least 1: {growth_factor=}; positive and at most 1: {backoff_factor=}"
+            f"must be at least 1: {growth_factor=}; positive and at most 1:"
+            f" {backoff_factor=}"
         )
 
 
@@ -41,16 +43,17 @@ def check_unscale(self, optimizer) -> None:
 
 
 def check_gradients(self, grads) -> None:
-    """Refuse gradients that are not there, or that float16 would round to zero again."""
+    """Refuse gradients that are missing, or that float16 would round to zero again."""
     if any(grad.dtype == torch.float16 for grad in grads):
         raise ValueError(
-            "gradients are float16, and would be rounded to zero again: give the optimiser "
-            "float32 parameters (autocast keeps them), or float32 masters (MasterWeights)"
+            "gradients are float16, and would be rounded to zero again: give the"
+            " optimiser float32 parameters (autocast keeps them), or float32 masters"
+            " (MasterWeights)"
         )
     if not grads and self.group is None:
         raise RuntimeError(
-            "no parameter of this optimiser has a gradient: call backward first, and pass the "
-            "optimiser that initialize returned"
+            "no parameter of this optimiser has a gradient: call backward first, and"
+            " pass the optimiser that initialize returned"
         )
 
 
@@ -65,20 +68,23 @@ def check_step(self, optimizer, args, kwargs) -> None:
 def check_update(self, new_scale) -> None:
     """Refuse an update without a step before it, and a scale that is not positive."""
     if self._enabled and new_scale is None and not self._found:
-        raise RuntimeError("update comes after step: no optimiser was unscaled since the last")
+        raise RuntimeError(
+            "update comes after step: no optimiser was unscaled since the last"
+        )
     if self._enabled and new_scale is not None and not 0 < float(new_scale) < math.inf:
         raise ValueError(f"new_scale has to be positive, not {float(new_scale)}")
 
 
 class GradScaler:
-    """Scales a loss, unscales its gradients, and chooses the scale, as ``torch.amp.GradScaler``.
+    """Scales losses, unscales gradients, as ``torch.amp.GradScaler`` does.
 
-    One step is ``scaler.scale(loss).backward()``, ``scaler.step(optimizer)``, ``scaler.update()``.
-    A step is skipped where a gradient is infinite or NaN. After ``growth_interval`` steps in a row
-    that are not, the scale grows; after one that is, it backs off. With ``growth_factor`` and
-    ``backoff_factor`` 1 the scale is static. The ranks of ``group`` agree on whether a step is
-    skipped: they must where they hold parts of one model. Without a group this process decides
-    alone, as is right after an average of gradients. ``device`` is not needed.
+    One step is ``scaler.scale(loss).backward()``, ``scaler.step(optimizer)``,
+    ``scaler.update()``. A step is skipped where a gradient is infinite or NaN. After
+    ``growth_interval`` steps in a row that are not, the scale grows; after one that is,
+    it backs off. With ``growth_factor`` and ``backoff_factor`` 1 the scale is static.
+    The ranks of ``group`` agree on whether a step is skipped: they must where they hold
+    parts of one model. Without a group this process decides alone, as is right after an
+    average of gradients. ``device`` is not needed.
     """
 
     @checked(check_grad_scaler)
@@ -98,7 +104,8 @@ class GradScaler:
         self._enabled = enabled
         self._scale = torch.tensor(float(init_scale))  # a float32, as torch's
         self._good_steps = 0  # in a row
-        self._found: dict[Optimizer, bool] = {}  # since the last update: was there an infinity
+        # since the last update: was there an infinity
+        self._found: dict[Optimizer, bool] = {}
         self._stepped: set[Optimizer] = set()
 
     def is_enabled(self) -> bool:
@@ -110,13 +117,15 @@ class GradScaler:
         return self._scale.item() if self._enabled else 1.0
 
     def scale(self, outputs: Any) -> Any:
-        """Return the loss times the scale; a tuple or list of losses likewise, each scaled."""
+        """Return the loss times the scale; each one likewise in a tuple or list."""
         if not self._enabled:
             return outputs
         if isinstance(outputs, torch.Tensor):
             return outputs * self._scale.to(outputs.device)
         if not isinstance(outputs, (tuple, list)):
-            raise TypeError(f"scale takes a loss, or several, and not {type(outputs).__name__}")
+            raise TypeError(
+                f"scale takes a loss, or several, and not {type(outputs).__name__}"
+            )
         return type(outputs)(map(self.scale, outputs))
 
     @checked(check_unscale)
@@ -124,15 +133,18 @@ class GradScaler:
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimiser's parameters by the scale, in place.
 
-        ``step`` does it where it has not been done. Call it before what reads gradients, such as
-        ``clip_grad_norm_``, and then read those of the parameters in ``optimizer.param_groups``: of
-        a ``MasterWeights`` they are float32 copies.
+        ``step`` does it where it has not been done. Call it before what reads
+        gradients, such as ``clip_grad_norm_``, and then read those of the parameters in
+        ``optimizer.param_groups``: of a ``MasterWeights`` they are float32 copies.
         """
-        if hasattr(optimizer, "take_gradients"):  # of 16-bit parameters, to float32 masters
+        # of 16-bit parameters, to float32 masters
+        if hasattr(optimizer, "take_gradients"):
             optimizer.take_gradients()
         if not self._enabled:
             return
-        params = (param for group in optimizer.param_groups for param in group["params"])
+        params = (
+            param for group in optimizer.param_groups for param in group["params"]
+        )
         found = self._divide([param.grad for param in params if param.grad is not None])
         if self.group is not None:
             ranks.allreduce(found, op="max", group=self.group, label="found_inf")
@@ -140,7 +152,7 @@ class GradScaler:
 
     @checked(check_gradients)
     def _divide(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """Divide gradients by the scale; return 1 where one is infinite or NaN, else 0."""
+        """Divide gradients by the scale; return 1 for any infinite or NaN, else 0."""
         inverse, found = self._scale.double().reciprocal().float(), torch.zeros(())
         for grad in grads:
             values = grad._values() if grad.is_sparse else grad
@@ -150,7 +162,7 @@ class GradScaler:
 
     @checked(check_step)
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``optimizer.step`` does; None where a gradient is infinite or NaN."""
+        """Return what ``optimizer.step`` does; None if a gradient is not finite."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if optimizer not in self._found:
@@ -161,9 +173,10 @@ class GradScaler:
 
     @checked(check_update)
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Choose the next scale, or take ``new_scale``: once after the step of every optimiser.
+        """Choose the next scale, or take ``new_scale``, after all optimisers' steps.
 
-        Raises FloatingPointError, which torch's does not, when the scale has fallen below 2^-24.
+        Raises FloatingPointError, which torch's does not, when the scale has fallen
+        below 2^-24.
         """
         if not self._enabled:
             return
@@ -179,9 +192,10 @@ class GradScaler:
         self._found, self._stepped = {}, set()
         if skipped and self._scale < SMALLEST_SCALE:
             raise FloatingPointError(
-                f"the scale has fallen to {self._scale.item():.3g}, and gradients are still not "
-                "finite: this is NaN, not overflow of a gradient, or the loss is infinite itself. "
-                "Look for it with torch.autograd.detect_anomaly"
+                f"the scale has fallen to {self._scale.item():.3g}, and gradients are"
+                " still not finite: this is NaN, not overflow of a gradient, or the"
+                " loss is infinite itself. Look for it with"
+                " torch.autograd.detect_anomaly"
             )
 
     def _times(self, factor: float) -> torch.Tensor:
@@ -189,18 +203,24 @@ class GradScaler:
         return scale if scale.isfinite() else self._scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, the settings and the count of good steps; {} where disabled."""
+        """Return scale, settings and the count of good steps; {} where disabled."""
         if not self._enabled:
             return {}
         settings = {name: getattr(self, name) for name in _SETTINGS}
-        return {"scale": self.get_scale(), **settings, "_growth_tracker": self._good_steps}
+        return {
+            "scale": self.get_scale(),
+            **settings,
+            "_growth_tracker": self._good_steps,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a ``state_dict``, ours or torch's; RuntimeError where it is empty."""
+        """Go on from a ``state_dict``, ours or torch's; RuntimeError if empty."""
         if not self._enabled:
             return
         if not state_dict:
-            raise RuntimeError("the state is empty: it was saved by a scaler that was disabled")
+            raise RuntimeError(
+                "the state is empty: it was saved by a scaler that was disabled"
+            )
         self._scale = torch.tensor(float(state_dict["scale"]))
         self._good_steps = state_dict["_growth_tracker"]
         for name in _SETTINGS:
@@ -215,18 +235,21 @@ def check_predivide(factor) -> None:
 
 @checked(check_predivide)
 def predivide(factor: float) -> Callable[..., torch.futures.Future[torch.Tensor]]:
-    """Return a communication hook that averages, with a division by ``factor`` before the sum.
+    """Return a communication hook that divides by ``factor`` before the sum.
 
-    It is for ``model.register_comm_hook(process_group, predivide(factor))`` of torch's class or
-    ours, and does what apex's ``gradient_predivide_factor`` does. The sum is divided by k / factor,
-    for k ranks. torch's DistributedDataParallel adds in float16, of which the largest is 65,504: 64
-    gradients of 2,000 add up to more, and if each is divided by 64 first, small ones are rounded to
-    zero. A factor of √k does half of either. Our own buckets widen 16 bits and need none of this.
+    It is for ``model.register_comm_hook(process_group, predivide(factor))`` of torch's
+    class or ours, and does what apex's ``gradient_predivide_factor`` does. The sum is
+    divided by k / factor, for k ranks. torch's DistributedDataParallel adds in float16,
+    of which the largest is 65,504: 64 gradients of 2,000 add up to more, and if each is
+    divided by 64 first, small ones are rounded to zero. A factor of √k does half of
+    either. Our own buckets widen 16 bits and need none of this.
     """
 
     def hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket):
         k = dist.get_world_size(process_group)
-        work = dist.all_reduce(bucket.buffer().div_(factor), group=process_group, async_op=True)
+        work = dist.all_reduce(
+            bucket.buffer().div_(factor), group=process_group, async_op=True
+        )
         return work.get_future().then(lambda future: future.value()[0].div_(k / factor))
 
     return hook

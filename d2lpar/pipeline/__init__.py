@@ -1,7 +1,8 @@
-"""Pipelines: a model cut into stages, and batches cut into micro-batches, so that nobody idles.
+"""Pipelines: models cut into stages, batches into micro-batches, so that nobody idles.
 
-Read ``schedules`` first: which stage does what when. ``partition`` cuts a model, ``stages`` runs a
-stage, ``local`` runs a schedule in one process, and ``distributed`` between ranks.
+Read ``schedules`` first: which stage does what when. ``partition`` cuts a model,
+``stages`` runs a stage, ``local`` runs a schedule in one process, and ``distributed``
+between ranks.
 """
 
 from .distributed import DistributedPipeline

@@ -1,6 +1,7 @@
-"""A model cut into stages: lists of layers, divided so that the largest is as small as possible.
+"""A model cut into stages: lists of layers, the largest as small as possible.
 
-Notebook 13 uses this file. Source: Huang et al., GPipe (2019), which balances computation.
+Notebook 13 uses this file. Source: Huang et al., GPipe (2019), which balances
+computation.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ def _check_cut(model, num_stages, by, X) -> None:
     num_layers = len(modules_of(model, "the model"))
     if isinstance(by, str):
         if by not in ("count", "parameters", "time"):
-            raise ValueError(f'by is {by!r}, which is none of "count", "parameters", "time"')
+            raise ValueError(
+                f'by is {by!r}, which is none of "count", "parameters", "time"'
+            )
         if by == "time" and X is None:
             raise ValueError('to cut by "time", pass a micro-batch X')
     elif len(by) != num_layers:
@@ -36,11 +39,12 @@ def cut(
     by: str | Sequence[float] = "count",
     X: torch.Tensor | None = None,
 ) -> list[nn.Sequential]:
-    """Cut a model into stages of consecutive layers, the largest as small as possible.
+    """Cut a model into stages of adjacent layers, the largest one minimal.
 
-    The stages hold the model's own layers, not copies. A parameter must not be in two stages.
-    ``by`` is what is balanced: the "count" of layers, their "parameters" (bytes), the "time" of
-    their forward and backward pass, measured with a micro-batch ``X``, or a list of their costs.
+    The stages hold the model's own layers, not copies. A parameter must not be in two
+    stages. ``by`` is what is balanced: the "count" of layers, their "parameters"
+    (bytes), the "time" of their forward and backward pass, measured with a micro-batch
+    ``X``, or a list of their costs.
     """
     layers, costs = modules_of(model, "the model"), by
     if by == "count":
@@ -63,7 +67,10 @@ def check_owners(stages: list[nn.Sequential]) -> None:
     for s, stage in enumerate(stages):
         for name, param in stage.named_parameters():
             if owners.setdefault(param, s) != s:
-                shared = f"stages {owners[param]} and {s} share a parameter ({name} of stage {s})"
+                shared = (
+                    f"stages {owners[param]} and {s} share a parameter ({name} of stage"
+                    f" {s})"
+                )
                 raise ValueError(f"{shared}: layers that do must be in one stage")
 
 
@@ -74,12 +81,12 @@ def _check_balance(costs, num_parts) -> None:
 
 @checked(_check_balance)
 def balance(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Return the sizes of consecutive parts of a list whose largest sum is as small as possible."""
+    """Return sizes of consecutive parts whose largest sum is as small as possible."""
     ends = [0, *accumulate(costs)]
 
     @cache
     def divide(n: int, parts: int) -> tuple[float, list[int]]:
-        """Return (largest sum, sizes) of the first ``n`` elements, divided into ``parts``."""
+        """Return (largest sum, sizes) of the first ``n`` elements in ``parts``."""
         if parts == 1:
             return ends[n], [n]
         ways = []
@@ -91,10 +98,13 @@ def balance(costs: Sequence[float], num_parts: int) -> list[int]:
     return divide(len(costs), num_parts)[1]
 
 
-def layer_seconds(layers: Sequence[nn.Module], X: torch.Tensor, rounds: int = 10) -> list[float]:
-    """Measure the forward and backward pass of each layer: the median of ``rounds``, in seconds.
+def layer_seconds(
+    layers: Sequence[nn.Module], X: torch.Tensor, rounds: int = 10
+) -> list[float]:
+    """Measure each layer's forward and backward pass: median seconds of ``rounds``.
 
-    Leaves gradients, buffers and random numbers as they are. ``X`` is the first layer's input.
+    Leaves gradients, buffers and random numbers as they are. ``X`` is the first layer's
+    input.
     """
     seconds, X = [], X.detach()  # no gradient is needed for the first layer's input
     with torch.enable_grad(), torch.random.fork_rng([X.device] if X.is_cuda else []):

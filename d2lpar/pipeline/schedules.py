@@ -1,9 +1,10 @@
 """Pipelines as data: which stage does what with which micro-batch, and when.
 
-A pipeline schedule is a function ``(num_stages, num_microbatches) -> ticks``. The actions of one
-tick happen at the same time. Notebook 12 builds this file. Sources: Huang et al., "GPipe: Efficient
-Training of Giant Neural Networks using Pipeline Parallelism" (2019); one forward, one backward is
-PipeDream-Flush of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021).
+A pipeline schedule is a function ``(num_stages, num_microbatches) -> ticks``. The
+actions of one tick happen at the same time. Notebook 12 builds this file. Sources:
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+Parallelism" (2019); one forward, one backward is PipeDream-Flush of Narayanan et al.,
+"Memory-Efficient Pipeline-Parallel DNN Training" (2021).
 """
 
 from collections import defaultdict
@@ -15,7 +16,7 @@ from ..guards import checked
 
 
 class Action(NamedTuple):
-    """``stage`` makes a pass of ``microbatch``, whose ``kind`` is "forward" or "backward"."""
+    """A pass of ``microbatch`` on ``stage``, of ``kind`` "forward" or "backward"."""
 
     stage: int
     microbatch: int
@@ -39,7 +40,7 @@ PipelineSchedule = Callable[[int, int], list[list[Action]]]
 
 
 def sequential(num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    """One action at a time: each micro-batch goes forward, then backward, through all stages.
+    """One action at a time: each micro-batch passes all stages forward and backward.
 
     2·m·p ticks for p stages and m micro-batches.
     """
@@ -53,20 +54,24 @@ def sequential(num_stages: int, num_microbatches: int) -> list[list[Action]]:
 def gpipe(num_stages: int, num_microbatches: int) -> list[list[Action]]:
     """All micro-batches forward, one tick apart, and then back the same way: GPipe.
 
-    2(m + p - 1) ticks for p stages and m micro-batches. A stage keeps the activations of up to m.
+    2(m + p - 1) ticks for p stages and m micro-batches. A stage keeps the activations
+    of up to m.
     """
     forward = [[] for _ in range(num_microbatches + num_stages - 1)]
     for s in range(num_stages):
         for i in range(num_microbatches):
             forward[s + i].append(Action(s, i, "forward"))
-    backward = [[Action(s, i, "backward") for s, i, _ in tick] for tick in reversed(forward)]
+    backward = [
+        [Action(s, i, "backward") for s, i, _ in tick] for tick in reversed(forward)
+    ]
     return forward + backward
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> list[list[Action]]:
     """Each stage runs backward as soon as it can, then forward again, in turn: 1F1B.
 
-    As many ticks as ``gpipe``, but stage s of p keeps activations of at most p - s micro-batches.
+    As many ticks as ``gpipe``, but stage s of p keeps activations of at most p - s
+    micro-batches.
     """
     p = num_stages
     ticks = [[] for _ in range(2 * (num_microbatches + p - 1))]
@@ -79,14 +84,14 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> list[list[Action]]:
 
 
 def source(action: Action, num_stages: int) -> Action | None:
-    """Return the action of another stage whose result ``action`` works on, if there is one."""
+    """Return another stage's action whose result ``action`` works on, if any."""
     s, i, kind = action
     s += -1 if kind == "forward" else 1
     return Action(s, i, kind) if 0 <= s < num_stages else None
 
 
 def target(action: Action, num_stages: int) -> Action | None:
-    """Return the action of another stage that works on the result of ``action``, if any does."""
+    """Return another stage's action that works on the result of ``action``, if any."""
     s, i, kind = action
     s += 1 if kind == "forward" else -1
     return Action(s, i, kind) if 0 <= s < num_stages else None
@@ -107,18 +112,25 @@ def own_actions(ticks: list[list[Action]], stage: int) -> list[Action]:
 
 def _check_sizes(num_stages, num_microbatches, **_) -> None:
     if num_stages < 1 or num_microbatches < 1:
-        raise ValueError(f"{num_stages} stages and {num_microbatches} micro-batches: need one each")
+        raise ValueError(
+            f"{num_stages} stages and {num_microbatches} micro-batches: need one each"
+        )
 
 
 @checked(_check_sizes)
-def check_pipeline(ticks: list[list[Action]], num_stages: int, num_microbatches: int) -> None:
-    """Check that the ticks make one training step; a ValueError names the first wrong action.
+def check_pipeline(
+    ticks: list[list[Action]], num_stages: int, num_microbatches: int
+) -> None:
+    """Check that the ticks make a step; a ValueError names the first wrong action.
 
-    Every micro-batch passes every stage once forward and once backward, no stage has two actions
-    in a tick, and each action comes after those that it needs.
+    Every micro-batch passes every stage once forward and once backward, no stage has
+    two actions in a tick, and each action comes after those that it needs.
     """
-    everything = product(range(num_stages), range(num_microbatches), ("forward", "backward"))
-    wanted, done = dict.fromkeys(starmap(Action, everything)), {}  # done: action -> its tick
+    everything = product(
+        range(num_stages), range(num_microbatches), ("forward", "backward")
+    )
+    # done: action -> its tick
+    wanted, done = dict.fromkeys(starmap(Action, everything)), {}
     for tick, actions in enumerate(ticks):
         busy = [action.stage for action in actions]
         for action in actions:
@@ -126,7 +138,9 @@ def check_pipeline(ticks: list[list[Action]], num_stages: int, num_microbatches:
                 sizes = f"{num_stages} stages and {num_microbatches} micro-batches"
                 raise ValueError(f"{action!r} is no action of {sizes}")
             if action in done:
-                raise ValueError(f"tick {tick}: {action} was done in tick {done[action]}")
+                raise ValueError(
+                    f"tick {tick}: {action} was done in tick {done[action]}"
+                )
             if busy.count(action.stage) > 1:
                 raise ValueError(f"tick {tick}: stage {action.stage} has two actions")
             for need in needs(action, num_stages):
@@ -139,14 +153,15 @@ def check_pipeline(ticks: list[list[Action]], num_stages: int, num_microbatches:
 
 
 def check_order(ticks: list[list[Action]], num_stages: int) -> None:
-    """Check that neighbours work on micro-batches in the same order: messages arrive in order."""
+    """Check that neighbours take micro-batches in one order, as messages arrive."""
     order = defaultdict(list)
     for stage, microbatch, kind in chain(*ticks):
         order[kind, stage].append(microbatch)
     for kind, s in product(("forward", "backward"), range(num_stages - 1)):
         if order[kind, s] != order[kind, s + 1]:
             raise ValueError(
-                f"stages {s} and {s + 1} process micro-batches {kind} in different orders"
+                f"stages {s} and {s + 1} process micro-batches {kind} in different"
+                " orders"
             )
 
 
@@ -166,9 +181,10 @@ def predict(
 ) -> list[Span]:
     """Return when each action begins and ends, in the order in which they end.
 
-    A stage makes its actions in the order of the ticks, each as soon as it is free and its input
-    has come. ``forward`` and ``backward`` are seconds per micro-batch, of all stages or a list for
-    each. After ``transfer`` seconds the next stage has a result; the sender does not wait.
+    A stage makes its actions in the order of the ticks, each as soon as it is free and
+    its input has come. ``forward`` and ``backward`` are seconds per micro-batch, of all
+    stages or a list for each. After ``transfer`` seconds the next stage has a result;
+    the sender does not wait.
     """
     num_stages = len({action.stage for action in chain(*ticks)})
     seconds = {
@@ -187,9 +203,10 @@ def predict(
 
 
 def bubble(spans: Iterable[Span]) -> float:
-    """Return the idle part of the stages' time, 0 to 1, from the first start to the last end.
+    """Return the idle part of stages' time, 0 to 1, from first start to last end.
 
-    With m micro-batches and p equal stages it is (p - 1)/(m + p - 1) in ``gpipe`` and 1F1B.
+    With m micro-batches and p equal stages it is (p - 1)/(m + p - 1) in ``gpipe`` and
+    1F1B.
     """
     spans = list(spans)
     duration = max(span.end for span in spans) - min(span.start for span in spans)
@@ -199,7 +216,7 @@ def bubble(spans: Iterable[Span]) -> float:
 
 
 def live_counts(actions: Iterable[Action | Span]) -> dict[int, list[int]]:
-    """Return of how many micro-batches each stage keeps activations, after each of its actions."""
+    """Return how many micro-batches' activations each stage keeps after each action."""
     counts = defaultdict(list)
     for action in actions:
         before = counts[action.stage][-1] if counts[action.stage] else 0

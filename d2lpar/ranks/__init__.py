@@ -1,11 +1,11 @@
 """Collectives between ranks: processes that send each other tensors.
 
-Read ``transport`` first: a message travels by torch.distributed's send and receive (``nccl``
-between GPUs), or over ``lanes`` in shared memory. Then ``agreement``, ``moves`` and
-``collectives``: all ranks agree on what they do, and each makes its own moves of a schedule;
-``members`` keeps what belongs to a group. ``point_to_point`` sends one tensor. ``launcher`` starts
-ranks, ``worker`` is what runs in one, ``torchrun`` joins those that torchrun has started, and
-``grid`` puts them in rows and columns.
+Read ``transport`` first: a message travels by torch.distributed's send and receive
+(``nccl`` between GPUs), or over ``lanes`` in shared memory. Then ``agreement``,
+``moves`` and ``collectives``: all ranks agree on what they do, and each makes its own
+moves of a schedule; ``members`` keeps what belongs to a group. ``point_to_point`` sends
+one tensor. ``launcher`` starts ranks, ``worker`` is what runs in one, ``torchrun``
+joins those that torchrun has started, and ``grid`` puts them in rows and columns.
 """
 
 from .agreement import agree

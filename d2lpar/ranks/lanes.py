@@ -1,10 +1,11 @@
 """Lanes in shared memory: how messages travel between the ranks of one ``launch``.
 
-A lane is a one-way path from one rank to another: two slots of a memory that both have mapped, and
-two counting semaphores, of the free slots and of the full ones. It is the bounded buffer of
-Dijkstra, "Cooperating sequential processes" (1965). A message is copied once into a slot and read
-from there. No system call is needed unless a rank has to sleep. A note takes a short message that
-follows it along in its slot. Notebook 04 measures lanes against gloo.
+A lane is a one-way path from one rank to another: two slots of a memory that both have
+mapped, and two counting semaphores, of the free slots and of the full ones. It is the
+bounded buffer of Dijkstra, "Cooperating sequential processes" (1965). A message is
+copied once into a slot and read from there. No system call is needed unless a rank has
+to sleep. A note takes a short message that follows it along in its slot. Notebook 04
+measures lanes against gloo.
 """
 
 import mmap
@@ -21,14 +22,18 @@ import torch
 
 from .transport import PeerError, Receive, Send, Sends, Transport, name_ranks, pieces_of
 
-CHANNELS = 4  # process groups of a rank that can have lanes, in all; further ones send messages
+# process groups of a rank that can have lanes, in all; further ones send messages
+CHANNELS = 4
 SLOTS = 2  # of a lane: one is filled while the other is emptied
 SLOT_BYTES = 2**20  # at most
 ALIGNMENT = 64  # bytes: a message may begin at any multiple of it, whatever its dtype
-NOTE_BYTES = 64  # of a slot, for a note that takes a message along, and for a byte that says so
+# of a slot, for a note that takes a message along, and for a byte that says so
+NOTE_BYTES = 64
 SHORT_BYTES = 2**17  # of such a message, at most: longer ones gain nothing
-MIN_SLOT_BYTES = 2**12  # with smaller ones, which more than 28 ranks would have, nothing is won
-LANE_BYTES = 24 * 2**20  # all lanes together: two launches of 16 ranks fit into a container's 64 MB
+# with smaller ones, which more than 28 ranks would have, nothing is won
+MIN_SLOT_BYTES = 2**12
+# all lanes together: two launches of 16 ranks fit into a container's 64 MB
+LANE_BYTES = 24 * 2**20
 TABLE_ROWS = 3
 SPINS = 100  # times that a rank looks again before it sleeps
 LOOK = 0.05  # seconds after which a sleeping rank looks whether its time is up
@@ -44,7 +49,8 @@ class _Lane:
         self.acquire, self.release = waits_for.acquire, announces.release
         self.turn = 0  # messages so far
         self.ahead = False  # the first of what is sent next has gone along with a note
-        self.held = 0  # a receiver's: where a message lies that came along with a note, or 0
+        # a receiver's: where a message lies that came along with a note, or 0
+        self.held = 0
 
     def next_slot(self) -> int:
         """Return the offset of the slot that was waited for."""
@@ -54,10 +60,14 @@ class _Lane:
 
 
 class Lanes(Transport):
-    """A member's ends of the lanes to and from all others, in one channel of the memory."""
+    """A member's ends of the lanes to and from all others, in one memory channel."""
 
     def __init__(
-        self, member: int, world_ranks: Sequence[int], memory: "SharedMemory", channel: int
+        self,
+        member: int,
+        world_ranks: Sequence[int],
+        memory: "SharedMemory",
+        channel: int,
     ):
         super().__init__(member, world_ranks)
         self.memory, self.channel = memory, channel
@@ -66,13 +76,17 @@ class Lanes(Transport):
         for i in self.others:
             me, peer = world_ranks[member], world_ranks[i]
             there, back = (channel, me, peer), (channel, peer, me)
-            (free, full), (empty, filled) = memory.semaphores[there], memory.semaphores[back]
+            (free, full), (empty, filled) = (
+                memory.semaphores[there],
+                memory.semaphores[back],
+            )
             self.outgoing[i] = _Lane(peer, memory.slots(*there), free, full)
             self.incoming[i] = _Lane(peer, memory.slots(*back), filled, empty)
-        # Of every rank, for the others to read: for whom it waits (1 + rank, or 0 for nobody), when
-        # it last looked around while it did (ns), and, once it has given up, whose part it missed
-        # (bit r for rank r). The semaphores order what is in the slots, on every processor, but not
-        # this: a rank may see an old entry, which at worst names another one that is missing, too.
+        # Of every rank, for the others to read: for whom it waits (1 + rank, or 0 for
+        # nobody), when it last looked around while it did (ns), and, once it has given
+        # up, whose part it missed (bit r for rank r). The semaphores order what is in
+        # the slots, on every processor, but not this: a rank may see an old entry,
+        # which at worst names another one that is missing, too.
         self.waits_for, self.looked, self.missed = memory.table_of(channel)
         self.bytes, self.piece_bytes = memory.bytes, memory.slot_bytes - NOTE_BYTES
         self.short_bytes = min(SHORT_BYTES, self.piece_bytes)
@@ -98,7 +112,9 @@ class Lanes(Transport):
             lane.ahead = i in first and first[i].nbytes <= self.short_bytes
             self.bytes[slot : slot + len(note) + 1] = note + bytes([lane.ahead])
             if lane.ahead:
-                self.view(slot + NOTE_BYTES, first[i].numel(), first[i].dtype).copy_(first[i])
+                self.view(slot + NOTE_BYTES, first[i].numel(), first[i].dtype).copy_(
+                    first[i]
+                )
             lane.release()
         for i, lane in self.incoming.items():
             if not self._wait(lane, deadline):
@@ -116,9 +132,12 @@ class Lanes(Transport):
             raise PeerError(f"{name_ranks(missing)} did not call in time", missing)
         return notes
 
-    def _exchange(self, sends: list[Send], receives: list[Receive], deadline: float) -> None:
-        # Everyone sends a piece to each before it receives one from each, so that nobody waits for
-        # a slot in a circle; and one piece is reduced while the next is on its way.
+    def _exchange(
+        self, sends: list[Send], receives: list[Receive], deadline: float
+    ) -> None:
+        # Everyone sends a piece to each before it receives one from each, so that
+        # nobody waits for a slot in a circle; and one piece is reduced while the next
+        # is on its way.
         sending = self._rounds(self.outgoing, sends)
         receiving = self._rounds(self.incoming, receives)
         for leaving, arriving in zip_longest(sending, receiving, fillvalue=()):
@@ -135,7 +154,7 @@ class Lanes(Transport):
                 lane.release()
 
     def _rounds(self, lanes: dict[int, _Lane], moves: list) -> list[list[tuple]]:
-        """Cut all messages into pieces that fit into a slot: a round has one for each lane."""
+        """Cut messages into pieces that fit into a slot: a round has one per lane."""
         rounds, turns = [], dict.fromkeys(lanes, 0)
         for peer, message, *into in moves:
             for piece in pieces_of(message, self.piece_bytes):
@@ -146,12 +165,13 @@ class Lanes(Transport):
         return rounds
 
     def _slot(self, lane: _Lane, deadline: float) -> int:
-        """Wait for the lane's next slot, free for its sender or full for its receiver."""
+        """Wait for the lane's next slot: free for a sender, or full for a receiver."""
         if self._wait(lane, deadline):
             return lane.next_slot()
         line = self._line(lane.rank)
         stuck = line[-1]
-        if self.waits_for[stuck]:  # a circle: the one that has not looked around for longest
+        # a circle: the one that has not looked around for longest
+        if self.waits_for[stuck]:
             stuck = min(line, key=self.looked.__getitem__)
         raise PeerError(f"rank {stuck} did not do its part in time", [stuck])
 
@@ -165,7 +185,8 @@ class Lanes(Transport):
                 return True
         me = self.world_ranks[self.member]
         while time.monotonic() < deadline:
-            self.waits_for[me] = lane.rank + 1  # another thread may have written meanwhile
+            # another thread may have written meanwhile
+            self.waits_for[me] = lane.rank + 1
             self.looked[me] = time.monotonic_ns()
             if lane.acquire(True, LOOK):
                 self.waits_for[me] = 0
@@ -197,19 +218,25 @@ class Lanes(Transport):
         missed = [other for other in others if self.missed[rank] >> other & 1]
         if missed in ([], [rank]):
             raise PeerError(f"rank {rank} gave up: its own error says why", [rank])
-        raise PeerError(f"{name_ranks(missed)} did not do its part, says rank {rank}", missed)
+        raise PeerError(
+            f"{name_ranks(missed)} did not do its part, says rank {rank}", missed
+        )
 
     def _announce(self, error: BaseException) -> None:
         me = self.world_ranks[self.member]
-        self.missed[me] = sum(1 << rank for rank in getattr(error, "peers", ()) or (me,))
+        self.missed[me] = sum(
+            1 << rank for rank in getattr(error, "peers", ()) or (me,)
+        )
 
 
-def _view(memory: torch.Tensor, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def _view(
+    memory: torch.Tensor, offset: int, numel: int, dtype: torch.dtype
+) -> torch.Tensor:
     return memory[offset : offset + numel * dtype.itemsize].view(dtype)
 
 
 class SharedMemory:
-    """The lanes between all ranks of one ``launch``: a file that all map, and the semaphores."""
+    """All ranks' lanes of one ``launch``: a file that all map, and the semaphores."""
 
     def __init__(self, path: str, world_size: int, semaphores: dict):
         self.path, self.world_size, self.semaphores = path, world_size, semaphores
@@ -221,7 +248,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, world_size: int, context) -> "SharedMemory | None":
-        """Make file and semaphores; None for a single rank, for very many, or without room."""
+        """Make file and semaphores; None for one rank, very many, or without room."""
         if world_size == 1:
             return None
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
@@ -234,7 +261,8 @@ class SharedMemory:
                     pair = context.Semaphore(SLOTS), context.Semaphore(0)
                     memory.semaphores[(channel, *lane)] = pair
             with open(memory.path, "xb", opener=partial(os.open, mode=0o600)) as file:
-                # Now: a rank that later wrote where no memory is left would die (SIGBUS).
+                # Now: a rank that later wrote where no memory is left would die
+                # (SIGBUS).
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), 0, memory.nbytes)
                 else:
@@ -245,7 +273,7 @@ class SharedMemory:
         return memory
 
     def part_of(self, rank: int) -> "SharedMemory":
-        """Return what is handed to a rank: the same, with the semaphores of its own lanes."""
+        """Return what a rank is handed: the same, with its own lanes' semaphores."""
         own = {lane: pair for lane, pair in self.semaphores.items() if rank in lane[1:]}
         return SharedMemory(self.path, self.world_size, own)
 
@@ -260,7 +288,7 @@ class SharedMemory:
             os.unlink(self.path)
 
     def is_free(self, channel: int, me: int, others: Sequence[int]) -> bool:
-        """Say whether this rank does not use a channel, and all that it sent there was taken."""
+        """Say whether this rank does not use a channel, and all it sent was taken."""
         if self.used[channel]:
             return False
         for rank in others:
@@ -282,4 +310,6 @@ class SharedMemory:
         """Return the rows of the table: a number of each rank in each."""
         size = 8 * self.world_size
         begin = self.table + channel * TABLE_ROWS * size
-        return [self.bytes[begin + i * size :][:size].cast("q") for i in range(TABLE_ROWS)]
+        return [
+            self.bytes[begin + i * size :][:size].cast("q") for i in range(TABLE_ROWS)
+        ]

@@ -1,7 +1,7 @@
-"""What a rank keeps for each of its process groups, from the first call on, while the group lives.
+"""What a rank keeps for a process group, from its first call until the group ends.
 
-A *line* is a second transport in the same group, for another thread of each rank: what travels over
-it has its own order.
+A *line* is a second transport in the same group, for another thread of each rank: what
+travels over it has its own order.
 """
 
 import threading
@@ -26,9 +26,11 @@ class Member:
     def __init__(self, transport: Transport, timeout: float):
         self.transport = transport
         self.timeout = timeout  # of a call that names none
-        self.memory: SharedMemory | None = None  # the default group's: for lanes in any group
+        # the default group's: for lanes in any group
+        self.memory: SharedMemory | None = None
         self.calls = self.lines = 0
-        self.has_joined = True  # False until it is known whether lanes take the place of messages
+        # False until it is known whether lanes take the place of messages
+        self.has_joined = True
         self.joining = threading.Lock()
 
 
@@ -36,15 +38,17 @@ _members: WeakKeyDictionary[dist.ProcessGroup, Member] = WeakKeyDictionary()
 
 
 def use_lanes(memory: SharedMemory, timeout: float) -> None:
-    """Let the default group, and the next ones that this rank takes part in, use ``memory``."""
+    """Let the default group, and the next ones with this rank, use ``memory``."""
     group = dist.group.WORLD
-    lanes = Lanes(dist.get_rank(), dist.get_process_group_ranks(group), memory, channel=0)
+    lanes = Lanes(
+        dist.get_rank(), dist.get_process_group_ranks(group), memory, channel=0
+    )
     _members[group] = Member(lanes, timeout)
     _members[group].memory = memory
 
 
 def use_messages(group: Group = None, timeout: float | None = None) -> None:
-    """Let ``group`` send torch.distributed's messages where it would have lanes: call on all ranks.
+    """Let ``group`` send torch.distributed's messages, not use lanes: on all ranks.
 
     ``timeout`` becomes that of calls that name none; None leaves it.
     """
@@ -61,7 +65,9 @@ def member_of(group: Group | Member, timeout: float | None) -> tuple[Member, flo
     member = group if isinstance(group, Member) else _known(group or dist.group.WORLD)
     timeout = member.timeout if timeout is None else timeout
     if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        raise ValueError(
+            f"timeout must be a positive number of seconds, not {timeout!r}"
+        )
     if not member.has_joined:
         with member.joining:
             if not member.has_joined:
@@ -73,13 +79,15 @@ def member_of(group: Group | Member, timeout: float | None) -> tuple[Member, flo
 def check_group(group: Group | Member) -> None:
     """Raise ValueError unless there is such a group, and this rank is a member."""
     if not dist.is_initialized():
-        raise ValueError("there is no process group: call this inside launch or under torchrun")
+        raise ValueError(
+            "there is no process group: call this inside launch or under torchrun"
+        )
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is no member of the group")
 
 
 def _known(group: dist.ProcessGroup) -> Member:
-    """Return the member of a group; at first it has messages, and the default group's timeout."""
+    """Return a group's member: at first with messages and the default timeout."""
     if member := _members.get(group):
         return member
     world = _members.get(dist.group.WORLD)
@@ -89,13 +97,15 @@ def _known(group: dist.ProcessGroup) -> Member:
 
 
 def _find_lanes(member: Member, timeout: float) -> Lanes | None:
-    """Return lanes in a channel that is free on all ranks of the group, if there is one."""
+    """Return lanes in a channel that is free on all ranks of the group, if any is."""
     world, transport = _members.get(dist.group.WORLD), member.transport
     if not world or not world.memory or len(transport.world_ranks) == 1:
         return None
     memory, world_ranks, me = world.memory, transport.world_ranks, transport.member
     others = [world_ranks[i] for i in transport.others]
-    free = sum(1 << c for c in range(CHANNELS) if memory.is_free(c, world_ranks[me], others))
+    free = sum(
+        1 << c for c in range(CHANNELS) if memory.is_free(c, world_ranks[me], others)
+    )
     member.calls += 1
     with transport.call("find a channel"):
         for theirs in agree(transport, member.calls, "find a channel", free, timeout):
@@ -104,10 +114,11 @@ def _find_lanes(member: Member, timeout: float) -> Lanes | None:
 
 
 def line_of(group: Group, timeout: float | None = None) -> Member:
-    """Return a new line in ``group``, to be passed to calls as their group: on all ranks.
+    """Return a new line in ``group``, to pass to calls as their group: on all ranks.
 
-    It has lanes if the group has and a channel is free; else messages with their own tags, and when
-    they fail, so does the group. NCCL knows no tags: there the line has its own group.
+    It has lanes if the group has and a channel is free; else messages with their own
+    tags, and when they fail, so does the group. NCCL knows no tags: there the line has
+    its own group.
     """
     member, timeout = member_of(group, timeout)
     group = group or dist.group.WORLD
@@ -124,13 +135,15 @@ def line_of(group: Group, timeout: float | None = None) -> Member:
 
 
 def group_like(group: Group, backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new process group of the same ranks, by default with the same backend: on all."""
+    """Return a new group of the same ranks, by default of the same backend: on all."""
     members = dist.get_process_group_ranks(group or dist.group.WORLD)
-    # Only for the members of a group, torch finds its name by counting the groups of each: with all
-    # ranks it need not.
+    # Only for the members of a group, torch finds its name by counting the groups of
+    # each: with all ranks it need not.
     only_members = len(members) < dist.get_world_size()
     backend = backend or dist.get_backend(group)
-    return dist.new_group(members, backend=backend, use_local_synchronization=only_members)
+    return dist.new_group(
+        members, backend=backend, use_local_synchronization=only_members
+    )
 
 
 def destroy(group: dist.ProcessGroup) -> None:

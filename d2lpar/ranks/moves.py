@@ -1,4 +1,4 @@
-"""A schedule as one member sees it: what it sends and receives, and the messages of a tensor.
+"""A schedule as one member sees it: its sends and receives, and a tensor's messages.
 
 Notebook 04 builds a small form of it.
 """
@@ -16,11 +16,12 @@ from .transport import Receive, Send, take
 
 
 class Moves(NamedTuple):
-    """One member's moves of a schedule, step by step: its sends, and what it receives."""
+    """One member's moves of a schedule, step by step: what it sends and receives."""
 
     name: str  # of the schedule, with a digest of all moves: two may have one name
     num_chunks: int  # into which the tensor is cut
-    steps: list[tuple[list, list]]  # [(destination, chunk), …], [(source, chunk, into), …]
+    # [(destination, chunk), …], [(source, chunk, into), …]
+    steps: list[tuple[list, list]]
 
 
 @lru_cache(maxsize=1024)
@@ -46,11 +47,14 @@ def own_moves(schedule, k: int, member: int, op: str, *args) -> Moves:
 def messages_of(
     steps: Sequence[tuple], flat: torch.Tensor, bounds: Sequence[int] = ()
 ) -> list[tuple[list[Send], list[Receive]]]:
-    """Return the messages of some steps: chunk c is bounds[c] to bounds[c + 1] of ``flat``."""
+    """Return steps' messages: chunk c of ``flat`` is bounds[c] to bounds[c + 1]."""
     return [
         (
             [Send(dst, part_of(flat, chunk, bounds)) for dst, chunk in sends],
-            [Receive(src, part_of(flat, chunk, bounds), into) for src, chunk, into in receives],
+            [
+                Receive(src, part_of(flat, chunk, bounds), into)
+                for src, chunk, into in receives
+            ],
         )
         for sends, receives in steps
     ]
@@ -58,6 +62,6 @@ def messages_of(
 
 @lru_cache(maxsize=1024)
 def even_bounds(numel: int, n: int) -> list[int]:
-    """Return where ``tensor_split`` cuts ``numel`` elements into ``n``: the first are larger."""
+    """Return where ``tensor_split`` cuts ``numel`` elements in ``n``, larger first."""
     each, larger = divmod(numel, n)
     return [i * each + min(i, larger) for i in range(n + 1)]

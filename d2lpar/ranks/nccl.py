@@ -1,6 +1,7 @@
 """How messages travel between GPUs: NCCL's, where a process group has them.
 
-We have not run this between GPUs: the tests run it over gloo. Source: torch's batch_isend_irecv.
+We have not run this between GPUs: the tests run it over gloo. Source: torch's
+batch_isend_irecv.
 """
 
 import os
@@ -14,10 +15,10 @@ from .transport import DATA, Messages, Work
 
 
 class NcclMessages(Messages):
-    """NCCL's messages, for groups that have it: those of CUDA tensors stay on the GPU.
+    """NCCL's messages, for groups that have it: CUDA tensors stay on the GPU.
 
-    NCCL wants all messages of a step in one batch, which is waited for as a whole. Notes and CPU
-    tensors travel by the group's backend for the CPU, if it has one.
+    NCCL wants all messages of a step in one batch, which is waited for as a whole.
+    Notes and CPU tensors travel by the group's backend for the CPU, if it has one.
     """
 
     piece_bytes = sys.maxsize  # no piece would arrive before the others
@@ -31,11 +32,16 @@ class NcclMessages(Messages):
         """Return the tensor's GPU; for a CPU tensor, where notes lie."""
         return tensor.device if self._is_batched(tensor) else self.device
 
-    def _post(self, moves: list[tuple[Callable, torch.Tensor, int]], tag: int = DATA) -> list[Work]:
+    def _post(
+        self, moves: list[tuple[Callable, torch.Tensor, int]], tag: int = DATA
+    ) -> list[Work]:
         if not moves or not self._is_batched(moves[0][1]):
             return super()._post(moves, tag)
         peers = [self.world_ranks[peer] for *_, peer in moves]
-        batch = [dist.P2POp(kind, t, self.world_ranks[peer], self.group) for kind, t, peer in moves]
+        batch = [
+            dist.P2POp(kind, t, self.world_ranks[peer], self.group)
+            for kind, t, peer in moves
+        ]
         works = dist.batch_isend_irecv(batch)  # NCCL has one work for all
         return [(peers, work) for work in works] * (len(moves) // len(works))
 
@@ -54,7 +60,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def _gpu_of(group: dist.ProcessGroup) -> torch.device:
-    """Return the GPU of a group, or of this rank's local number: not the thread's current one."""
+    """Return a group's GPU, or that of the local rank: not the thread's current one."""
     if group.bound_device_id:
         return group.bound_device_id
     number = int(os.environ.get("LOCAL_RANK", dist.get_rank()))

@@ -1,7 +1,7 @@
-"""What runs inside a rank: it joins the others, calls the function, reports, and stays until ended.
+"""What runs inside a rank: it joins, calls the function, reports, stays until ended.
 
-One connection to the caller carries lines of output, the result or the failure, and the question
-where the rank stands. When it ends, the caller is gone, and the rank ends too.
+One connection to the caller carries lines of output, the result or the failure, and the
+question where the rank stands. When it ends, the caller is gone, and the rank ends too.
 """
 
 import contextlib
@@ -42,7 +42,8 @@ class Job(NamedTuple):
     call: bytes  # the function and its arguments, pickled
     sources: dict  # linecache's entries of code that is in no file: cells
     environment: dict
-    store: str  # the file in which the ranks meet, in a temporary folder of the caller's own
+    # the file in which the ranks meet, in a temporary folder of the caller's own
+    store: str
     memory: SharedMemory | None  # with its own lanes
     timeout: float
     threads: int
@@ -59,10 +60,12 @@ class Failure(NamedTuple):
 
 def be_rank(rank: int, world_size: int, connection: Connection, job: Job) -> None:
     """The new process: call the function, report, and stay until ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its ranks
+    # the caller is interrupted, and ends its ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setpgid(0, 0)  # a group of processes, which ends as one
     faulthandler.dump_traceback_later(job.timeout + 60, exit=True, file=2)  # see _watch
-    lock = threading.RLock()  # a finalizer that prints may run inside send, in the same thread
+    # a finalizer that prints may run inside send, in the same thread
+    lock = threading.RLock()
 
     def send(kind: str, content: Any) -> None:
         with lock:
@@ -70,7 +73,9 @@ def be_rank(rank: int, world_size: int, connection: Connection, job: Job) -> Non
 
     outputs = sys.stdout, sys.stderr = _Output("stdout", send), _Output("stderr", send)
     _allow_children(connection)
-    threading.Thread(target=_watch, args=(connection, send, outputs, job), daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(connection, send, outputs, job), daemon=True
+    ).start()
     try:
         _prepare(rank, world_size, job)
         fn, args = pickle.loads(job.call)
@@ -78,7 +83,8 @@ def be_rank(rank: int, world_size: int, connection: Connection, job: Job) -> Non
         outcome = "result", pickled(result, f"the result ({type(result).__name__})")
     except BaseException as error:
         outcome = "failure", _failure(error)
-    util._run_finalizers(0)  # as at the end of any process: it takes the names of locks away
+    # as at the end of any process: it takes the names of locks away
+    util._run_finalizers(0)
     for output in outputs:
         output.finish()
     send(*outcome)
@@ -86,12 +92,13 @@ def be_rank(rank: int, world_size: int, connection: Connection, job: Job) -> Non
 
 
 def _allow_children(connection: Connection) -> None:
-    """Let a rank have processes, such as a DataLoader's workers; they end with its group."""
+    """Let a rank have processes, such as a DataLoader's; they end with its group."""
     multiprocessing.current_process().daemon = False  # daemons may have none
-    multiprocessing.set_start_method(None, force=True)  # Python's own, not that of the ranks
+    # Python's own, not that of the ranks
+    multiprocessing.set_start_method(None, force=True)
 
     def leave() -> None:
-        """What a forked process is not: one that reports to the caller, or keeps its line open."""
+        """Let a forked process neither report to the caller nor keep its line open."""
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         connection.close()
 
@@ -105,26 +112,31 @@ def kill_group(pid: int) -> None:
 
 
 def _prepare(rank: int, world_size: int, job: Job) -> None:
-    """Do what multiprocessing, which sets directory and path, does not; join the group."""
+    """Do what multiprocessing does not, beyond directory and path; join the group."""
     os.environ.clear()  # what is here dates from the start of the fork server
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback  # left alone, gloo may choose an outward interface
+    # left alone, gloo may choose an outward interface
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
     tempfile.tempdir = None  # the fork server's
     linecache.cache.update(job.sources)
     torch.set_num_threads(job.threads)
-    torch.manual_seed(rank)  # copies of one server, they would all draw the same numbers
+    # copies of one server, they would all draw the same numbers
+    torch.manual_seed(rank)
     random.seed(rank)
-    limit = timedelta(seconds=job.timeout + 10)  # beyond the caller's limit, which tells more
+    # beyond the caller's limit, which tells more
+    limit = timedelta(seconds=job.timeout + 10)
     store = dist.FileStore(job.store, world_size)
     dist.init_process_group("gloo", None, limit, world_size, rank, store)
     if job.memory:
         job.memory.open()
-        use_lanes(job.memory, 0.9 * job.timeout)  # before the caller's limit, which tells less
+        # before the caller's limit, which tells less
+        use_lanes(job.memory, 0.9 * job.timeout)
     dist.barrier()
     if job.memory:
-        job.memory.remove()  # all have mapped it: so nothing is left behind, whoever is killed
+        # all have mapped it: so nothing is left behind, whoever is killed
+        job.memory.remove()
 
 
 def _failure(error: BaseException) -> Failure:
@@ -133,20 +145,25 @@ def _failure(error: BaseException) -> Failure:
     while trace and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     lines = "".join(traceback.format_exception_only(error)).splitlines()
-    what = next(line for line in lines if not line.startswith(" "))  # of SyntaxError not the first
+    # of SyntaxError not the first
+    what = next(line for line in lines if not line.startswith(" "))
     details = "".join(traceback.format_exception(type(error), error, trace))
-    return Failure(isinstance(error, PeerError), when, what, _without_paths_of_cells(details))
+    return Failure(
+        isinstance(error, PeerError), when, what, _without_paths_of_cells(details)
+    )
 
 
 def _watch(connection: Connection, send: Callable, outputs: tuple, job: Job) -> None:
-    """Say where the main thread stands when the caller asks, and end the rank when it is gone."""
-    # Unless C code keeps the interpreter's lock forever: faulthandler's clock needs no lock
+    """Say where the main thread is if asked; end the rank once the caller is gone."""
+    # Unless C code keeps the interpreter's lock forever: faulthandler's clock needs no
+    # lock
     try:
         while connection.recv():
             for output in outputs:
                 output.finish()
             send("stack", _where())
-    except (EOFError, OSError):  # the caller was killed: nobody else is left to clean up
+    # the caller was killed: nobody else is left to clean up
+    except (EOFError, OSError):
         if job.memory:
             job.memory.remove()
         shutil.rmtree(os.path.dirname(job.store), ignore_errors=True)
@@ -157,8 +174,11 @@ def _watch(connection: Connection, send: Callable, outputs: tuple, job: Job) -> 
 
 def _where() -> str:
     """The stack of the main thread, from the user's function on."""
-    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-    stack = itertools.dropwhile(lambda f: f.filename != __file__, stack)  # multiprocessing's frames
+    stack = traceback.extract_stack(
+        sys._current_frames()[threading.main_thread().ident]
+    )
+    # multiprocessing's frames
+    stack = itertools.dropwhile(lambda f: f.filename != __file__, stack)
     stack = itertools.dropwhile(lambda f: f.filename == __file__, stack)  # and ours
     return _without_paths_of_cells("".join(traceback.format_list(list(stack))))
 
@@ -168,7 +188,7 @@ def _without_paths_of_cells(text: str) -> str:
 
 
 class _Output(io.TextIOBase):
-    """A stdout or stderr that sends whole lines to the caller; every thread has its own line."""
+    """A stdout or stderr that sends whole lines to the caller, one line per thread."""
 
     encoding = "utf-8"
 

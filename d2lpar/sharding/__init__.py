@@ -1,10 +1,11 @@
-"""Sharded training: a rank keeps a part of what data parallelism keeps on every rank (ZeRO).
+"""Sharded training (ZeRO): a rank keeps a part of what all ranks keep in DDP.
 
-Read ``shards`` first (a parameter's part on this rank), then ``optimizer``, where only the state is
-divided (ZeRO-1). Gradients and parameters are divided too (ZeRO-2 and 3) by ``units``, which are
-gathered before use and freed after it, ``addresses``, which autograd keeps in place of parameters,
-``traffic``, which puts messages in one order, and ``sharded_module``, the entry. ``clipping`` takes
-a norm, ``full_state`` saves and loads.
+Read ``shards`` first (a parameter's part on this rank), then ``optimizer``, where only
+the state is divided (ZeRO-1). Gradients and parameters are divided too (ZeRO-2 and 3)
+by ``units``, which are gathered before use and freed after it, ``addresses``, which
+autograd keeps in place of parameters, ``traffic``, which puts messages in one order,
+and ``sharded_module``, the entry. ``clipping`` takes a norm, ``full_state`` saves and
+loads.
 """
 
 from .addresses import Addresses

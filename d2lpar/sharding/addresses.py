@@ -1,4 +1,4 @@
-"""What autograd keeps for backward: of a unit's parameter, only where it lies in the unit.
+"""What autograd keeps for backward: of a parameter, only where it lies in its unit.
 
 When backward asks for it, the unit is gathered again. Notebook 11 builds this file.
 """
@@ -15,7 +15,7 @@ class Addresses(saved_tensors_hooks):
         self.unit = unit
 
     def pack(self, tensor: torch.Tensor):
-        """Return the address of a parameter; anything else is left to the hooks around."""
+        """Return a parameter's address; anything else is left to the hooks around."""
         if is_view(tensor, self.unit.whole):
             return tensor.size(), tensor.stride(), tensor.storage_offset()
         self.__exit__()
@@ -34,7 +34,7 @@ class Addresses(saved_tensors_hooks):
 
 
 class _Kept(torch.autograd.Function):
-    """A node that keeps a tensor, as other hooks want it: a checkpoint's do not keep it at all."""
+    """A node that keeps a tensor as other hooks want: a checkpoint's keep nothing."""
 
     @staticmethod
     def forward(ctx, token, tensor):

@@ -11,10 +11,11 @@ from .. import ranks
 
 
 class Shard(nn.Parameter):
-    """A flat part of a parameter, which lies on the ranks of ``group`` in their order.
+    """A flat part of a parameter that lies on the ranks of ``group`` in order.
 
-    ``whole`` is a tensor without elements (on "meta") that has the parameter's shape and strides.
-    ``sizes`` says how many elements each member of the group has; some may have none.
+    ``whole`` is a tensor without elements (on "meta") that has the parameter's shape
+    and strides. ``sizes`` says how many elements each member of the group has; some may
+    have none.
     """
 
     whole: torch.Tensor
@@ -29,20 +30,24 @@ class Shard(nn.Parameter):
 
 
 class Moved(nn.Parameter):
-    """What a parameter becomes once its elements are in shards: of no use to anybody."""
+    """What a parameter becomes once its elements are in shards: of no use to anyone."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         raise RuntimeError(
-            "this parameter was divided among the ranks by fully_shard: make the optimiser "
-            "afterwards, from module.parameters(), and shard tied parameters in one unit"
+            "this parameter was divided among the ranks by fully_shard: make the"
+            " optimiser afterwards, from module.parameters(), and shard tied parameters"
+            " in one unit"
         )
 
 
 def make_shard(
-    data: torch.Tensor, param: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
+    data: torch.Tensor,
+    param: torch.Tensor,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup,
 ) -> Shard:
-    """Return the shard of ``param`` that has the elements ``data``, and shares their memory."""
+    """Return the shard of ``param`` with elements ``data``, whose memory it shares."""
     shard = Shard(data, param.requires_grad)
     shard.whole = torch.empty_like(param, device="meta", requires_grad=False)
     shard.sizes, shard.group = sizes, group
@@ -50,7 +55,7 @@ def make_shard(
 
 
 def line(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the elements in the order in which ``like`` (None: ``tensor``) has them in memory.
+    """Return the elements in the memory order of ``like`` (None: of ``tensor``).
 
     It is a view wherever ``tensor`` has the strides of ``like``.
     """
@@ -62,14 +67,20 @@ def line(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether the elements lie side by side in memory, in any order of dimensions."""
-    return tensor.layout is torch.strided and torch.empty_like(tensor).stride() == tensor.stride()
+    """Tell whether elements lie side by side in memory, in any order of dimensions."""
+    return (
+        tensor.layout is torch.strided
+        and torch.empty_like(tensor).stride() == tensor.stride()
+    )
 
 
-def collect(part: torch.Tensor, shard: Shard, dst: int, label: str) -> torch.Tensor | None:
-    """Return on the CPU of rank ``dst`` the whole of what lies as ``shard`` does; None elsewhere.
+def collect(
+    part: torch.Tensor, shard: Shard, dst: int, label: str
+) -> torch.Tensor | None:
+    """Return on rank ``dst``'s CPU all that lies as ``shard`` does; None elsewhere.
 
-    ``part`` is the shard itself, or its optimiser's state for it. Called by all ranks of the group.
+    ``part`` is the shard itself, or its optimiser's state for it. Called by all ranks
+    of the group.
     """
     me = dist.get_rank()
     if me != dst:
@@ -77,8 +88,14 @@ def collect(part: torch.Tensor, shard: Shard, dst: int, label: str) -> torch.Ten
             ranks.send(part.detach(), dst, label, shard.group)
         return None
     parts = [
-        part.detach().cpu() if rank == me else ranks.receive(rank, label, group=shard.group)
-        for rank, size in zip(dist.get_process_group_ranks(shard.group), shard.sizes, strict=True)
+        (
+            part.detach().cpu()
+            if rank == me
+            else ranks.receive(rank, label, group=shard.group)
+        )
+        for rank, size in zip(
+            dist.get_process_group_ranks(shard.group), shard.sizes, strict=True
+        )
         if size
     ]
     flat = torch.cat(parts) if parts else part.detach().cpu()

@@ -1,8 +1,9 @@
-"""The messages of a sharded model: gathers and reductions, in one order, beside the computing.
+"""The messages of a sharded model, in one order, beside the computing.
 
-A communication thread makes them one after the other, over its own line in the group. While a unit
-computes, the thread gathers the next one: the order is that of the pass before. Notebook 11 uses
-this file. Source: Zhao et al., "PyTorch FSDP" (VLDB 2023), section 3.3.
+A communication thread makes these gathers and reductions one after the other, over its
+own line in the group. While a unit computes, the thread gathers the next one: the order
+is that of the pass before. Notebook 11 uses this file. Source: Zhao et al., "PyTorch
+FSDP" (VLDB 2023), section 3.3.
 """
 
 import time
@@ -21,21 +22,23 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class Traffic:
-    """Sends for all units of a model: those in the module of ``root``, which joins them.
+    """Sends for a model's units: those in the module of ``root``, which joins them.
 
-    ``shards`` is a line in the group over which parameters are divided; ``replicas``, where there
-    are some, one in the group of the ranks that have the same part.
+    ``shards`` is a line in the group over which parameters are divided; ``replicas``,
+    where there are some, one in the group of the ranks that have the same part.
     """
 
     def __init__(self, root):
         self.root = root
         parts = root.module.named_modules()
-        named = {name: vars(part)["_unit"] for name, part in parts if "_unit" in vars(part)}
+        named = {
+            name: vars(part)["_unit"] for name, part in parts if "_unit" in vars(part)
+        }
         for name, unit in named.items():
             if unit.traffic and unit.traffic.root not in named.values():
                 raise RuntimeError(
-                    f"{name} belongs to another sharded model, which was called before: shard a "
-                    "module that contains both models, and call it"
+                    f"{name} belongs to another sharded model, which was called before:"
+                    " shard a module that contains both models, and call it"
                 )
         self.shards, self.replicas = (group and line_of(group) for group in root.groups)
         self.units = list(named.values())
@@ -43,7 +46,8 @@ class Traffic:
             unit.traffic, unit.name = self, name or "root"
         self.state = FORWARD
         self._now: list = []  # units, as they were gathered in this pass
-        self._last: dict[str, list] = {FORWARD: [], BACKWARD: []}  # and in the pass before
+        # and in the pass before
+        self._last: dict[str, list] = {FORWARD: [], BACKWARD: []}
         self._reducing: tuple | None = None  # unit, which parameters were used, future
         self._leaf = torch.zeros((), requires_grad=True)
         self._sender = Sender()
@@ -53,7 +57,8 @@ class Traffic:
 
     def begin(self) -> None:
         """Begin a forward pass of the model."""
-        if torch._C._current_graph_task_id() != -1:  # a hook calls it within a backward pass
+        # a hook calls it within a backward pass
+        if torch._C._current_graph_task_id() != -1:
             self.finish()
         elif self._reducing:  # an error broke off the last backward pass
             self._reducing[-1].result()
@@ -76,7 +81,8 @@ class Traffic:
     def end(self) -> None:
         """End a backward pass: all gradients have come."""
         for unit in self.units:
-            if unit.unsynced and unit.syncs:  # from a pass without synchronisation; unused in this
+            # from a pass without synchronisation; unused in this
+            if unit.unsynced and unit.syncs:
                 unit.reduce([None] * len(unit.shards))
         self.finish()
         self._turn_to(FORWARD)
@@ -97,14 +103,15 @@ class Traffic:
         coming, unit.coming = unit.coming or self._start(unit), None
         if self.state == BACKWARD and self._now:
             self._now[-1].free_unless_awaited()
-        if self.state == BACKWARD or self.root.opener is not None:  # else a part is called alone
+        # else a part is called alone
+        if self.state == BACKWARD or self.root.opener is not None:
             self._now.append(unit)
             if self.root.prefetches:
                 self._look_ahead(unit)
         return coming.result()
 
     def _look_ahead(self, unit) -> None:
-        """Gather what was needed after this unit in the last pass, if that was like this one."""
+        """Gather what followed this unit in the last pass, if that was like this."""
         i, last = len(self._now), self._last[self.state]
         if i < len(last) and last[i - 1] is unit and last[i].whole is None:
             last[i].coming = self._start(last[i])
@@ -127,9 +134,13 @@ class Traffic:
             unit.add_gradients(future.result(), used)
 
     def _submit(self, what: str, unit, function: Callable, *args: Any) -> Future:
-        return self._sender.submit(self._context.run, self._timed, what, unit.name, function, args)
+        return self._sender.submit(
+            self._context.run, self._timed, what, unit.name, function, args
+        )
 
-    def _timed(self, what: str, name: str, function: Callable, args: tuple) -> torch.Tensor:
+    def _timed(
+        self, what: str, name: str, function: Callable, args: tuple
+    ) -> torch.Tensor:
         begin = time.perf_counter()
         with torch.no_grad():
             result = function(*args)
@@ -139,7 +150,7 @@ class Traffic:
 
 
 class _Pass(torch.autograd.Function):
-    """A token that each unit of a forward pass takes: its backward comes after all of theirs."""
+    """A token that a forward pass's units take: its backward comes after theirs."""
 
     @staticmethod
     def forward(ctx, leaf, root):

@@ -26,10 +26,11 @@ from .traffic import BACKWARD, Traffic
 
 
 class Policy(NamedTuple):
-    """What is cast to which type, by the names of torch's ``MixedPrecisionPolicy``; None: nothing.
+    """What is cast to which type, named as in torch's ``MixedPrecisionPolicy``.
 
-    Parameters are gathered as ``param_dtype``, inputs cast to it, and outputs to ``output_dtype``.
-    Gradients are added up in 32 bits at least, whatever ``reduce_dtype`` says.
+    Parameters are gathered as ``param_dtype``, inputs cast to it, and outputs to
+    ``output_dtype``. Gradients are added up in 32 bits at least, whatever
+    ``reduce_dtype`` says.
     """
 
     param_dtype: torch.dtype | None = None
@@ -39,11 +40,12 @@ class Policy(NamedTuple):
 
 
 class Unit:
-    """The parameters of a module that no unit within it has: whole while they are used.
+    """The parameters of a module, without inner units': whole while used.
 
-    They lie in one line, one after the other, which is cut into even parts: this rank's shards are
-    what its part has of each parameter. The unit opens with the forward pass of its module or, when
-    a checkpoint computes a part of the module again, of that part.
+    They lie in one line, one after the other, which is cut into even parts: this rank's
+    shards are what its part has of each parameter. The unit opens with the forward pass
+    of its module or, when a checkpoint computes a part of the module again, of that
+    part.
     """
 
     def __init__(
@@ -59,9 +61,11 @@ class Unit:
         self.reshards, self.policy, self.prefetches = reshards, policy, prefetches
         self.syncs = True  # whether gradients are averaged
         self.traffic: Traffic | None = None
-        self.timeline: list | None = None  # of the root: (what, unit, begin, end) in seconds
+        # of the root: (what, unit, begin, end) in seconds
+        self.timeline: list | None = None
         params = [part._parameters[name] for part, name in places]
-        numbers = {param: i for i, param in enumerate(dict.fromkeys(params))}  # tied: one number
+        # tied: one number
+        numbers = {param: i for i, param in enumerate(dict.fromkeys(params))}
         self.numbers = [numbers[param] for param in params]  # by place
         self.shards = self._cut(list(numbers))
         self.opener: nn.Module | None = None  # the module that is being called
@@ -75,7 +79,9 @@ class Unit:
     def _cut(self, params: list[nn.Parameter]) -> list[Shard]:
         """Return this rank's shard of each parameter, of which nothing else is left."""
         group = self.groups[0]
-        ends = torch.tensor([0, *(param.numel() for param in params)]).cumsum(0).tolist()
+        ends = (
+            torch.tensor([0, *(param.numel() for param in params)]).cumsum(0).tolist()
+        )
         self.spans = list(pairwise(ends))  # of the parameters, in the line
         bounds, me, shards = even_bounds(ends[-1], group.size()), group.rank(), []
         for param, (begin, end) in zip(params, self.spans, strict=True):
@@ -90,13 +96,15 @@ class Unit:
     # Open and closed
 
     def watch(self, parts: list[nn.Module]) -> None:
-        """Open when one of these modules is called, and close when it returns, or fails."""
+        """Open when one of these modules is called, close when it returns or fails."""
         for part in parts:
             part.register_forward_pre_hook(self.open, prepend=True, with_kwargs=True)
             part.register_forward_hook(self.close, always_call=True)
 
-    def open(self, opener: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Make the parameters whole, and give them to the modules: before a forward pass."""
+    def open(
+        self, opener: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
+        """Make the parameters whole, and give them to the modules."""
         if self.opener is not None:
             return None
         is_own = opener is self.module
@@ -123,7 +131,9 @@ class Unit:
         self.opener = None
         self.context.close()
         self.swap_out()
-        if self.traffic.state != BACKWARD and (self.resharding or not torch.is_grad_enabled()):
+        if self.traffic.state != BACKWARD and (
+            self.resharding or not torch.is_grad_enabled()
+        ):
             self.free()
         if opener is self.module and self.traffic.root is self:
             self.traffic.expect_backward(tensors_in(output))
@@ -134,19 +144,24 @@ class Unit:
     def _check_autocast(self) -> None:
         for shard in self.shards[: self.resharding]:
             kind, dtype = shard.device.type, self.compute_dtype
-            if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype:
+            if (
+                torch.is_autocast_enabled(kind)
+                and torch.get_autocast_dtype(kind) != dtype
+            ):
                 raise ValueError(
-                    f"under torch.autocast, backward would keep {torch.get_autocast_dtype(kind)} "
-                    f"copies of these {dtype} parameters: use mp_policy, or "
-                    "reshard_after_forward=False, which keeps parameters anyway"
+                    "under torch.autocast, backward would keep"
+                    f" {torch.get_autocast_dtype(kind)} copies of these {dtype}"
+                    " parameters: use mp_policy, or reshard_after_forward=False, which"
+                    " keeps parameters anyway"
                 )
 
     def _check_places(self) -> None:
         for (part, name), i in zip(self.places, self.numbers, strict=True):
             if part._parameters.get(name) is not self.placed[i]:
                 raise RuntimeError(
-                    f"the parameter {name} of a {type(part).__name__} was replaced after "
-                    "fully_shard, by functional_call or by setting it: write into its shard"
+                    f"the parameter {name} of a {type(part).__name__} was replaced"
+                    " after fully_shard, by functional_call or by setting it: write"
+                    " into its shard"
                 )
 
     @property
@@ -160,7 +175,7 @@ class Unit:
         return self.policy.param_dtype or self.shards[0].dtype
 
     def join_traffic(self) -> None:
-        """Send with all units of the model; the first one that is called is its root."""
+        """Send with all units of the model; the first one called is its root."""
         if self.traffic is None:
             Traffic(self)  # which all units in the module join
         if self.traffic.root is self:
@@ -171,7 +186,8 @@ class Unit:
         for (part, name), i in zip(self.places, self.numbers, strict=True):
             part._parameters[name] = tensors[i]
             if name in (names := vars(part).get("_flat_weights_names", [])):
-                part._flat_weights[names.index(name)] = tensors[i]  # of an LSTM: a list of them
+                # of an LSTM: a list of them
+                part._flat_weights[names.index(name)] = tensors[i]
 
     def swap_out(self) -> None:
         """Give the shards to the modules, as their parameters."""
@@ -186,7 +202,7 @@ class Unit:
     # Whole and freed
 
     def gather(self) -> None:
-        """Make the parameters whole, unless they are and the shards have not changed since."""
+        """Make the parameters whole, unless they are and no shard has changed."""
         if self.versions != [shard._version for shard in self.shards]:
             self.whole = self.coming = None
         if self.whole is None:
@@ -203,19 +219,22 @@ class Unit:
             self.whole = None
 
     def free_unless_awaited(self) -> None:
-        """Free a unit that is frozen, or whose gradients have come: nothing else would do it."""
+        """Free a unit that is frozen, or whose gradients have come."""
         if not self.awaits_gradients:
             self.free()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters, as views of the line in which they lie."""
         wholes = zip(self.shards, self.spans, strict=True)
-        return [flat.as_strided(s.whole.shape, s.whole.stride(), begin) for s, (begin, _) in wholes]
+        return [
+            flat.as_strided(s.whole.shape, s.whole.stride(), begin)
+            for s, (begin, _) in wholes
+        ]
 
     # Gradients
 
     def reduce(self, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """Average gradients, of which each rank keeps its part; or keep them for the next pass."""
+        """Average gradients and keep the own part; or keep them for later."""
         self.free()
         self.awaits_gradients = False
         self.traffic.finish()  # so that only one unit's gradients wait to be sent
@@ -226,7 +245,9 @@ class Unit:
         if not self.syncs:
             self.unsynced = [grad if grad is None else grad.to(dtype) for grad in grads]
             return
-        flat = self.shards[0].new_zeros(self.spans[-1][-1], dtype=dtype, requires_grad=False)
+        flat = self.shards[0].new_zeros(
+            self.spans[-1][-1], dtype=dtype, requires_grad=False
+        )
         for view, grad in zip(self.views(flat), grads, strict=True):
             if grad is not None:
                 view.copy_(grad)
@@ -237,7 +258,11 @@ class Unit:
         self, flat: torch.Tensor, used: list[bool], traffic: Traffic
     ) -> torch.Tensor:
         """Return this rank's part of the mean: what the communication thread does."""
-        names = [name for (_, name), i in zip(self.places, self.numbers, strict=True) if used[i]]
+        names = [
+            name
+            for (_, name), i in zip(self.places, self.numbers, strict=True)
+            if used[i]
+        ]
         label = f"reduce {self.name}: {', '.join(names)}"
         own = ranks.reduce_scatter(flat, "mean", traffic.shards, label=label)
         own = own.clone()  # the view would keep the memory of all
@@ -257,14 +282,16 @@ class Unit:
 
 
 class _Gathered(torch.autograd.Function):
-    """The parameters of a unit; backward comes once, when the gradients of all have come."""
+    """The parameters of a unit; backward comes once all gradients have come."""
 
     @staticmethod
     def forward(ctx, unit, token):
         ctx.unit = unit
         ctx.set_materialize_grads(False)  # None for a parameter that was not used
         wholes = unit.views(unit.whole)
-        frozen = [w for w, s in zip(wholes, unit.shards, strict=True) if not s.requires_grad]
+        frozen = [
+            w for w, s in zip(wholes, unit.shards, strict=True) if not s.requires_grad
+        ]
         ctx.mark_non_differentiable(*frozen)
         return tuple(wholes)
 

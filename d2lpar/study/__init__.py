@@ -1,8 +1,9 @@
 """What only notebooks use: they measure and predict. Read the files in any order.
 
-``memory`` finds the peak and what backward keeps, ``iteration`` traces one iteration of each
-data-parallel form, ``splits`` predicts a step in each split of a network, ``methods`` puts all
-methods of the book side by side, and ``checks`` says whether an exercise is solved.
+``memory`` finds the peak and what backward keeps, ``iteration`` traces one iteration of
+each data-parallel form, ``splits`` predicts a step in each split of a network,
+``methods`` puts all methods of the book side by side, and ``checks`` says whether an
+exercise is solved.
 """
 
 from .checks import exercise

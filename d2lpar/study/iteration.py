@@ -1,4 +1,4 @@
-"""One iteration of DataParallel, of its balanced form and of DDP: what moves, and what is kept.
+"""One iteration of DataParallel, its balanced form and DDP: what moves, what is kept.
 
 Notebook 05 uses this file.
 """
@@ -15,7 +15,12 @@ from torch import nn
 
 from ..data_parallel.ddp import DistributedDataParallel
 from ..data_parallel.loss import DataParallelCriterion, put_together, shares
-from ..data_parallel.replicas import DataParallel, DataParallelModel, parallel_apply, replicate
+from ..data_parallel.replicas import (
+    DataParallel,
+    DataParallelModel,
+    parallel_apply,
+    replicate,
+)
 from ..data_parallel.scattering import gather, position, scatter, tensors_of
 from ..devices import check_devices, count_bytes, num_bytes, to_device
 from ..guards import checked
@@ -26,7 +31,7 @@ FORMS = "DataParallel", "balanced", "DDP"
 
 
 class Step(NamedTuple):
-    """One step of an iteration: what is sent on which link, or which devices compute."""
+    """One step of an iteration: what is sent on which link, or what devices compute."""
 
     name: str
     bytes: dict[tuple, int]  # (source, destination) -> bytes
@@ -41,20 +46,30 @@ def _check_form(form, X, devices, **_) -> None:
 
 
 @checked(_check_form)
-def trace(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> list[Step]:
-    """Make a forward and a backward pass of ``form``; return its steps with what they sent.
+def trace(
+    form: str, module: nn.Module, criterion: nn.Module, X, y, devices
+) -> list[Step]:
+    """Run ``form`` forward and backward; return its steps with what they sent.
 
-    ``form`` is "DataParallel", "balanced" or "DDP", ``devices`` has one device per replica. The
-    ``module``, which is left as it is, is on the first of them. The balanced form takes a criterion
-    of torch's. DDP runs in one process per device, on the CPU, each with its part of the batch from
-    the start; buffers, which it sends from the second iteration on, are not in its trace.
+    ``form`` is "DataParallel", "balanced" or "DDP", ``devices`` has one device per
+    replica. The ``module``, which is left as it is, is on the first of them. The
+    balanced form takes a criterion of torch's. DDP runs in one process per device, on
+    the CPU, each with its part of the batch from the start; buffers, which it sends
+    from the second iteration on, are not in its trace.
     """
     devices, everyone = check_devices(devices), tuple(range(len(devices)))
-    module, criterion, X, y = deepcopy(module), deepcopy(criterion), X.detach(), y.detach()
+    module, criterion, X, y = (
+        deepcopy(module),
+        deepcopy(criterion),
+        X.detach(),
+        y.detach(),
+    )
     if form == "DDP":
         shards = scatter((X.cpu(), y.cpu()), ["cpu"] * len(devices))
         sent = launch(_run_rank, len(devices), module.cpu(), criterion.cpu(), shards)
-        computing = [Step(name, {}, everyone) for name in ("forward", "loss", "backward")]
+        computing = [
+            Step(name, {}, everyone) for name in ("forward", "loss", "backward")
+        ]
         return [*computing, Step("allreduce the gradients", sum(sent, Counter()))]
     steps, before = [], Counter()
     with count_bytes() as ledger:
@@ -67,7 +82,8 @@ def trace(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> 
 def _steps(form, module, criterion, X, y, devices) -> Iterator[tuple[str, int]]:
     """Make the eight steps; yield after each its name and how many compute.
 
-    In the balanced form the loss has parts: outputs stay where they are, only losses are sent.
+    In the balanced form the loss has parts: outputs stay where they are, only losses
+    are sent.
     """
     k, shards = len(devices), scatter((X,), devices)
     if form == "balanced":
@@ -83,7 +99,10 @@ def _steps(form, module, criterion, X, y, devices) -> Iterator[tuple[str, int]]:
         part, weights = shares(criterion, None, targets)
         ends = [part(outputs[i], *targets[i]) for i in weights]
         yield "loss", k
-        losses = [to_device(loss, devices[0], i, 0) for i, loss in zip(weights, ends, strict=True)]
+        losses = [
+            to_device(loss, devices[0], i, 0)
+            for i, loss in zip(weights, ends, strict=True)
+        ]
         loss = put_together(criterion, losses, list(weights.values()))
         yield "add up the losses", 0
     else:
@@ -94,11 +113,17 @@ def _steps(form, module, criterion, X, y, devices) -> Iterator[tuple[str, int]]:
         yield "loss", 1
     gradients = torch.autograd.grad(loss, ends)
     yield "scatter the gradients", 0
-    state = chain(*[(*replica.parameters(), *replica.buffers()) for replica in replicas])
+    state = chain(
+        *[(*replica.parameters(), *replica.buffers()) for replica in replicas]
+    )
     copies = [copy for copy in state if copy.requires_grad]
     found = torch.autograd.grad(ends, copies, gradients, allow_unused=True)
     yield "backward", k
-    used = [(copy, grad) for copy, grad in zip(copies, found, strict=True) if grad is not None]
+    used = [
+        (copy, grad)
+        for copy, grad in zip(copies, found, strict=True)
+        if grad is not None
+    ]
     torch.autograd.backward(*zip(*used, strict=True))  # where the copies came from
     yield "add up the gradients", 0
 
@@ -107,7 +132,9 @@ def loss_of(form: str, module, criterion, X, y, devices) -> torch.Tensor:
     """Return the loss of a form that runs in one process."""
     if form == "DataParallel":
         return criterion(DataParallel(module, devices)(X), y.to(devices[0]))
-    return DataParallelCriterion(criterion, devices)(DataParallelModel(module, devices)(X), y)
+    return DataParallelCriterion(criterion, devices)(
+        DataParallelModel(module, devices)(X), y
+    )
 
 
 def _run_rank(rank: int, world_size: int, module, criterion, shards) -> Counter:
@@ -126,17 +153,23 @@ class Memory(NamedTuple):
 
 
 @checked(_check_form)
-def memory_of(form: str, module: nn.Module, criterion: nn.Module, X, y, devices) -> Memory:
-    """Return what an iteration of ``form`` holds on each device; the arguments are ``trace``'s.
+def memory_of(
+    form: str, module: nn.Module, criterion: nn.Module, X, y, devices
+) -> Memory:
+    """Return what an iteration of ``form`` holds per device.
 
-    On GPUs it is the peak that the allocator of each reports. On virtual devices it is counted:
-    parameters with buffers; gradients, of parameters and of outputs; outputs; and activations: what
-    else autograd saves. Not counted are the gradients inside the module and the criterion, which
-    live for a moment of backward.
+    On GPUs it is the peak that the allocator of each reports. On virtual devices it is
+    counted: parameters with buffers; gradients, of parameters and of outputs; outputs;
+    and activations: what else autograd saves. Not counted are the gradients inside the
+    module and the criterion, which live for a moment of backward.
     """
     module, devices, X = deepcopy(module), check_devices(devices), X.detach()
-    if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
-        return Memory(_measure(form, module, criterion, X, y, devices), "peak of the allocator")
+    if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(
+        devices
+    ):
+        return Memory(
+            _measure(form, module, criterion, X, y, devices), "peak of the allocator"
+        )
     return Memory(_count(form, module, criterion, X, y, devices), "counted")
 
 
@@ -148,7 +181,9 @@ def _measure(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
     peaks, parts = [], [(X, y, devices)] * len(devices)
     if form == "DDP":  # each rank for itself: the others are not seen
         shards = scatter((X, y), devices)
-        parts = [(*shard, [device]) for shard, device in zip(shards, devices, strict=True)]
+        parts = [
+            (*shard, [device]) for shard, device in zip(shards, devices, strict=True)
+        ]
     for part, device in zip(parts, devices, strict=True):
         run(*part)  # what a library allocates once, and keeps, is there from now on
         peaks.append({"in all": peak_memory(partial(run, *part), device)})
@@ -157,12 +192,19 @@ def _measure(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
 
 def _count(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
     state = [*module.parameters(), *module.buffers()]
-    gradients = _bytes_of([param for param in module.parameters() if param.requires_grad])
+    gradients = _bytes_of(
+        [param for param in module.parameters() if param.requires_grad]
+    )
     outputs, held = [], []
     shards = scatter((X, y), devices)
-    for replica, (X_shard, y_shard) in zip(replicate(module, devices), shards, strict=True):
-        forward = partial(replica, X_shard.clone())  # a copy: not a view of the whole batch
-        output, saved = saved_memory(forward, [*replica.parameters(), *replica.buffers()])
+    for replica, (X_shard, y_shard) in zip(
+        replicate(module, devices), shards, strict=True
+    ):
+        # a copy: not a view of the whole batch
+        forward = partial(replica, X_shard.clone())
+        output, saved = saved_memory(
+            forward, [*replica.parameters(), *replica.buffers()]
+        )
         if form != "DataParallel":
             saved += _saved_by_loss(criterion, output, y_shard)
         n = _bytes_of(output)
@@ -172,7 +214,8 @@ def _count(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
     if form == "DataParallel":
         whole = gather(outputs, devices[0])
         held[0]["activations"] += _saved_by_loss(criterion, whole, y)
-        if len(devices) > 1:  # what is joined is there twice; of its gradient, parts are views
+        # what is joined is there twice; of its gradient, parts are views
+        if len(devices) > 1:
             held[0]["outputs"] += _bytes_of(whole)
             held[0]["gradients"] += _bytes_of(whole) - _bytes_of(outputs[0])
     if form != "DDP" and len(devices) > 1:
@@ -182,7 +225,9 @@ def _count(form, module, criterion, X, y, devices) -> list[dict[str, int]]:
 
 def _saved_by_loss(criterion, output, y) -> int:
     y = y.to(output.device)
-    return saved_memory(partial(criterion, output, y), [output, y, *criterion.buffers()])[1]
+    return saved_memory(
+        partial(criterion, output, y), [output, y, *criterion.buffers()]
+    )[1]
 
 
 def _bytes_of(tree) -> int:

@@ -1,4 +1,4 @@
-"""How much memory tensors take: at the peak of a computation, and saved for backward."""
+"""How much memory tensors take: at a computation's peak, and saved for backward."""
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -8,7 +8,9 @@ from unittest import mock
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode  # "Extending PyTorch" documents it
+
+# "Extending PyTorch" documents it
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data_parallel.scattering import tensors_of
 from ..devices import as_device, num_bytes
@@ -16,11 +18,12 @@ from ..ranks.point_to_point import Sender
 
 
 def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
-    """Call ``function`` and return by how many bytes the tensors on ``device`` grew at most.
+    """Call ``function``; return by how many bytes ``device``'s tensors grew.
 
-    On a GPU its allocator reports this. On a CPU it is counted: the storage of every tensor that an
-    operation of this thread returns, of its backward pass, or of a communication thread
-    (``Sender``), until it is freed. What operations use inside, and other threads, are not seen.
+    On a GPU its allocator reports this. On a CPU it is counted: the storage of every
+    tensor that an operation of this thread returns, of its backward pass, or of a
+    communication thread (``Sender``), until it is freed. What operations use inside,
+    and other threads, are not seen.
     """
     device = as_device(device)
     if device.type == "cuda":
@@ -38,7 +41,9 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
 
     with (
         _Watch(live),
-        mock.patch.object(Sender, "submit", lambda sender, *call: submit(sender, watched, *call)),
+        mock.patch.object(
+            Sender, "submit", lambda sender, *call: submit(sender, watched, *call)
+        ),
     ):
         try:
             function()
@@ -52,11 +57,12 @@ class _Live:
 
     def __init__(self, device: torch.device):
         self.device, self.nbytes, self.peak = device, 0, 0
-        self._known: dict[int, weakref.finalize] = {}  # by storage, also of those not counted
+        # by storage, also of those not counted
+        self._known: dict[int, weakref.finalize] = {}
         self._lock = RLock()  # a storage may be freed while another one is noted
 
     def note(self, tensor: torch.Tensor, made_here: bool) -> None:
-        """Count the storage of a tensor, if it was not seen before and was made here."""
+        """Count a tensor's storage, if it was not seen before and was made here."""
         if tensor.layout != torch.strided or tensor.device != self.device:
             return
         storage = tensor.untyped_storage()
@@ -96,10 +102,13 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def saved_memory(function: Callable, without: Iterable[torch.Tensor] = ()) -> tuple[Any, int]:
-    """Call ``function``; return its result, and the bytes that autograd saved for backward.
+def saved_memory(
+    function: Callable, without: Iterable[torch.Tensor] = ()
+) -> tuple[Any, int]:
+    """Call ``function``; return its result, and the bytes saved for backward.
 
-    A storage is counted once, and not at all if it is that of ``without`` or of the result.
+    A storage is counted once, and not at all if it is that of ``without`` or of the
+    result.
     """
     saved = {}  # the memory of a tensor -> bytes
 
@@ -116,7 +125,7 @@ def saved_memory(function: Callable, without: Iterable[torch.Tensor] = ()) -> tu
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Hashable, int]:
-    """Return what is the same for all views of a tensor, and the bytes of the whole storage."""
+    """Return what all views of a tensor share, and the bytes of the whole storage."""
     if tensor.layout != torch.strided:
         return tensor, num_bytes(tensor)
     storage = tensor.untyped_storage()

@@ -1,7 +1,8 @@
-"""The methods of this book side by side: one network, one batch, and a step of each method.
+"""The methods of this book side by side: one network, one batch, one step of each.
 
-Bytes are counted. Time is taken in turn, in another order in each round, within one launch: a
-disturbance of the machine then hits all methods alike. Notebook 18 uses this file.
+Bytes are counted. Time is taken in turn, in another order in each round, within one
+launch: a disturbance of the machine then hits all methods alike. Notebook 18 uses this
+file.
 """
 
 import random
@@ -37,7 +38,8 @@ ALONE = "one device", "DataParallel"  # in one process: rank 0 works, the others
 DATA = "DDP", "DDP, one bucket", "torch's DDP"  # the second is apex's delay_allreduce
 SHARDED = "ZeRO-1", "ZeRO-3"
 METHODS = (*ALONE, *DATA, *SHARDED, "pipeline", "tensor split")
-EACH = "each rank alone"  # a control: with a free core for every rank as fast as one device
+# a control: with a free core for every rank as fast as one device
+EACH = "each rank alone"
 MICROBATCHES = 4
 CAP_MB = 0.1  # of a bucket: LeNet has half a megabyte
 
@@ -45,41 +47,50 @@ CAP_MB = 0.1  # of a bucket: LeNet has half a megabyte
 class Method(NamedTuple):
     """A method on one rank, ready to train."""
 
-    step: Callable[[], torch.Tensor | None]  # one training step; its loss, where this rank has it
+    # one training step; its loss, where this rank has it
+    step: Callable[[], torch.Tensor | None]
     optimizer: torch.optim.Optimizer
 
 
 class Counts(NamedTuple):
     """What a method takes on a rank."""
 
-    sent: int | None  # bytes per step, by the busiest device; None: our ledger does not see it
-    messages: int | None  # likewise; in a pipeline a header of 136 bytes comes before each tensor
+    # bytes per step, by the busiest device; None: our ledger does not see it
+    sent: int | None
+    # likewise; in a pipeline a header of 136 bytes comes before each tensor
+    messages: int | None
     held: int  # bytes of parameters, and of the optimiser's state
-    peak: int | None  # bytes of all tensors at most; None: they are made in threads, and not seen
+    # bytes of all tensors at most; None: they are made in threads, and not seen
+    peak: int | None
 
 
 def _check_make(name, X, **_) -> None:
     if name not in (*METHODS, EACH):
         raise ValueError(f"there is no method {name!r}, but {', '.join(METHODS)}")
     if len(X) % dist.get_world_size():
-        raise ValueError(f"{len(X)} rows cannot be split evenly over {dist.get_world_size()} ranks")
+        raise ValueError(
+            f"{len(X)} rows cannot be split evenly over {dist.get_world_size()} ranks"
+        )
 
 
 @checked(_check_make)
 def make(
     name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = None
 ) -> Method | None:
-    """Return a method for LeNet, with the same weights every time; None on a rank without a part.
+    """Return a method for LeNet, its weights always the same; None on an idle rank.
 
-    Called on all ranks of a ``launch``, at most 4 for a pipeline. ``X`` (n, 1, 28, 28) and ``y``
-    (n,) are the whole batch, equal on all ranks; n is a multiple of their number, since DDP and the
-    sharded methods take the mean over ranks. Forward passes compute in ``region``, or float32.
+    Called on all ranks of a ``launch``, at most 4 for a pipeline. ``X`` (n, 1, 28, 28)
+    and ``y`` (n,) are the whole batch, equal on all ranks; n is a multiple of their
+    number, since DDP and the sharded methods take the mean over ranks. Forward passes
+    compute in ``region``, or float32.
     """
     rank, k = dist.get_rank(), dist.get_world_size()
     if name in ALONE and rank:
         return None
     region = region or autocast(enabled=False)
-    model = _wrap(name, lenet_layers(0.05, torch.Generator().manual_seed(0)), X, rank, k)
+    model = _wrap(
+        name, lenet_layers(0.05, torch.Generator().manual_seed(0)), X, rank, k
+    )
     if name in (*DATA, *SHARDED):
         X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
     if name == "pipeline":
@@ -87,7 +98,9 @@ def make(
         pipeline = DistributedPipeline(model, _loss, MICROBATCHES, count=len)
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     if name == "ZeRO-1":
-        sgd = partial(ShardedOptimizer, optimizer_class=sgd.func, averages=True, **sgd.keywords)
+        sgd = partial(
+            ShardedOptimizer, optimizer_class=sgd.func, averages=True, **sgd.keywords
+        )
     optimizer = sgd(model.parameters())
 
     def forward_backward() -> torch.Tensor | None:
@@ -107,9 +120,13 @@ def make(
     return Method(step, optimizer)
 
 
-def _wrap(name: str, layers: nn.Sequential, X: torch.Tensor, rank: int, k: int) -> nn.Module:
+def _wrap(
+    name: str, layers: nn.Sequential, X: torch.Tensor, rank: int, k: int
+) -> nn.Module:
     if name == "pipeline":
-        return cut(layers, k, [sum(layer.flops) for layer in profile(layers, X[:2])])[rank]
+        return cut(layers, k, [sum(layer.flops) for layer in profile(layers, X[:2])])[
+            rank
+        ]
     if name == "tensor split":
         return TensorParallelLeNet(list(layers.parameters()))
     if name == "DataParallel":
@@ -117,7 +134,9 @@ def _wrap(name: str, layers: nn.Sequential, X: torch.Tensor, rank: int, k: int) 
     if name == "torch's DDP":
         return nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=CAP_MB)
     if name in DATA:
-        return DistributedDataParallel(layers, bucket_cap_mb=CAP_MB if name == "DDP" else 1e6)
+        return DistributedDataParallel(
+            layers, bucket_cap_mb=CAP_MB if name == "DDP" else 1e6
+        )
     if name == "ZeRO-3":
         for layer in layers:
             if list(layer.parameters()):
@@ -133,10 +152,11 @@ def _loss(y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def count_step(
     name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = None
 ) -> Counts | None:
-    """Return what a method takes on this rank in three steps; None if it has no part.
+    """Return what a method takes on this rank in three steps, or None.
 
-    The first step makes the optimiser's state and the second, with torch's wrapper, other buckets:
-    messages are those of the third. The peak is that of all three, and of making the method.
+    The first step makes the optimiser's state and the second, with torch's wrapper,
+    other buckets: messages are those of the third. The peak is that of all three, and
+    of making the method.
     """
     if name in ALONE and dist.get_rank():
         return None
@@ -151,7 +171,9 @@ def count_step(
     method = ledger = None
     peak = peak_memory(train, "cpu")
     seen = name != "torch's DDP"
-    sent, messages = (_busiest(n) if seen else None for n in (ledger.bytes, ledger.messages))
+    sent, messages = (
+        _busiest(n) if seen else None for n in (ledger.bytes, ledger.messages)
+    )
     state = [x for values in method.optimizer.state.values() for x in values.values()]
     params = method.optimizer.param_groups[0]["params"]
     held = sum(x.nbytes for x in params + state if isinstance(x, torch.Tensor))
@@ -159,7 +181,7 @@ def count_step(
 
 
 def _busiest(sent: Counter) -> int:
-    """Return the most that one position has sent, of bytes or messages by (source, destination)."""
+    """Return the most sent by one position, of counts by (source, destination)."""
     total = Counter()
     for (src, _), n in sent.items():
         total[src] += n
@@ -167,9 +189,13 @@ def _busiest(sent: Counter) -> int:
 
 
 def loss_after(
-    steps: int, name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = None
+    steps: int,
+    name: str,
+    X: torch.Tensor,
+    y: torch.Tensor,
+    region: autocast | None = None,
 ) -> float | None:
-    """Return the loss in the last of several steps, of this rank's rows; None if it has none."""
+    """Return the loss of this rank's rows in the last step; None if it has none."""
     method = make(name, X, y, region)
     if not method:
         return None
@@ -182,13 +208,15 @@ def time_in_turn(
 ) -> dict[str, list[float]]:
     """Return the seconds of each step in each round, those of the slowest rank.
 
-    Called on all ranks, with the same names in the same order; ranks begin each step together. None
-    stands for a step in which this rank has no part. ``seed`` decides in which order steps run.
+    Called on all ranks, with the same names in the same order; ranks begin each step
+    together. None stands for a step in which this rank has no part. ``seed`` decides in
+    which order steps run.
     """
     order, seconds = random.Random(seed), {name: [] for name in steps}
     for i in range(warm_up + rounds):
         for name in order.sample(list(steps), len(steps)):
-            ranks.barrier(label=str(name))  # MismatchError, where ranks would run different ones
+            # MismatchError, where ranks would run different ones
+            ranks.barrier(label=str(name))
             begin = time.perf_counter()
             if steps[name]:
                 steps[name]()
@@ -205,8 +233,10 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return ordered[len(ordered) // 4], median(ordered), ordered[-1 - len(ordered) // 4]
 
 
-def ratios(seconds: dict[str, Sequence[float]], base: str) -> dict[str, tuple[float, ...]]:
-    """Return quartile, median, quartile of how many times as fast as ``base``, round by round."""
+def ratios(
+    seconds: dict[str, Sequence[float]], base: str
+) -> dict[str, tuple[float, ...]]:
+    """Return the three quartiles of the speed against ``base``, round by round."""
     return {
         name: quartiles([b / s for b, s in zip(seconds[base], own, strict=True)])
         for name, own in seconds.items()
@@ -214,11 +244,13 @@ def ratios(seconds: dict[str, Sequence[float]], base: str) -> dict[str, tuple[fl
 
 
 def unrest(*quartiles: tuple[float, float, float]) -> str:
-    """Return a warning if quartiles of the same work are more than a fifth off, else ""."""
+    """Return a warning if quartiles of equal work are over a fifth off, else ""."""
     low, high = min(q[0] for q in quartiles), max(q[2] for q in quartiles)
     if low >= 0.8 and high <= 1.25:
         return ""
-    reason = "the machine is busy, or its cores share what they need. Distrust the times."
+    reason = (
+        "the machine is busy, or its cores share what they need. Distrust the times."
+    )
     return f"The same work is {low:.2f} to {high:.2f} times as fast as itself: {reason}"
 
 
@@ -226,15 +258,16 @@ def unrest(*quartiles: tuple[float, float, float]) -> str:
 
 
 class Published(NamedTuple):
-    """What NVIDIA has measured with ResNet-50, in images per second, and a link that we assume."""
+    """NVIDIA's ResNet-50 measurements, in images per second, and an assumed link."""
 
     one_gpu: float
     eight_gpus: float
     link: float  # bytes per second, each way: assumed
 
 
-# DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md, container 21.03
-# (March 2021; V100s of 16 GB): https://github.com/NVIDIA/DeepLearningExamples
+# DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md,
+# container 21.03 (March 2021; V100s of 16 GB):
+# https://github.com/NVIDIA/DeepLearningExamples
 PUBLISHED = {
     "DGX-1, V100, float32": Published(367, 2855, 130e9),
     "DGX-1, V100, mixed": Published(1200, 8322, 130e9),
@@ -249,14 +282,17 @@ def predict_images(
 ) -> float:
     """Return the images per second of a method on ``k`` GPUs, from those of one.
 
-    Backward takes two thirds of a step. With "DDP" the gradients travel in a ring while it runs,
-    with "DDP, one bucket" afterwards; with "DataParallel" GPU 0 serves one GPU after the other.
-    Latency (10 µs), ``rows`` per GPU and ``link`` (bytes per second) are assumptions.
+    Backward takes two thirds of a step. With "DDP" the gradients travel in a ring while
+    it runs, with "DDP, one bucket" afterwards; with "DataParallel" GPU 0 serves one GPU
+    after the other. Latency (10 µs), ``rows`` per GPU and ``link`` (bytes per second)
+    are assumptions.
     """
     schedules = {"DDP": ring, "DDP, one bucket": ring, "DataParallel": star}
     if method not in schedules:
         raise ValueError(f"method {method!r} is none of {', '.join(schedules)}")
-    travel = closed_form(schedules[method], k, RESNET50_BYTES, alpha=1e-5, beta=1 / link).seconds
+    travel = closed_form(
+        schedules[method], k, RESNET50_BYTES, alpha=1e-5, beta=1 / link
+    ).seconds
     step = rows / one_gpu
     hidden = 2 / 3 * step if method == "DDP" else 0
     return k * rows / (step - hidden + max(hidden, travel))

@@ -1,9 +1,10 @@
 """What a training step costs in each split of a network: bytes, messages, memory, time.
 
-The model is simple. A layer's forward pass takes its floating-point operations divided by the
-device's speed, and its backward pass twice as long. Messages cost what ``cost`` says, and all sums
-are rings. Gradients travel while backward runs, and activations in a pipeline while stages work;
-the sums inside layers are waited for. Notebook 17 uses this file.
+The model is simple. A layer's forward pass takes its floating-point operations divided
+by the device's speed, and its backward pass twice as long. Messages cost what ``cost``
+says, and all sums are rings. Gradients travel while backward runs, and activations in a
+pipeline while stages work; the sums inside layers are waited for. Notebook 17 uses this
+file.
 """
 
 from collections.abc import Sequence
@@ -25,12 +26,13 @@ from ..pipeline.partition import balance
 from ..pipeline.schedules import bubble, live_counts, one_f_one_b, predict
 
 SPLITS = ("one device", "data", "pipeline", "tensor")
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch does not count it
+# torch does not count it
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 ATTENTION = {FLASH: lambda q, k, v, *args, **kwargs: sdpa_flop_count(q, k, v)}
 
 
 class Layer(NamedTuple):
-    """What a layer needs: bytes of float32, and of what depends on the batch, per example.
+    """What a layer needs: bytes of float32, and what each example adds.
 
     Pairs are (what a split inside layers leaves whole on each device, what it divides).
     """
@@ -65,9 +67,10 @@ class SplitCost(NamedTuple):
 
 
 def profile(model: nn.Sequential, X: torch.Tensor) -> list[Layer]:
-    """Run ``model`` on a small batch ``X``, and return what each of its layers needs.
+    """Run ``model`` on a small batch ``X``; return what each layer needs.
 
-    It is a forward pass in the mode that the model is in: BatchNorm's statistics may change.
+    It is a forward pass in the mode that the model is in: BatchNorm's statistics may
+    change.
     """
     watch, layers = _Watch(model), []
     with ExitStack() as hooks:
@@ -90,7 +93,7 @@ class _Tally:
 
 
 class _Watch:
-    """Notes what happens between ``Copy`` and ``Sum`` (inside), and what outside of them."""
+    """Notes what happens between ``Copy`` and ``Sum`` (inside), and outside of them."""
 
     def __init__(self, model: nn.Module):
         self.inside = False
@@ -101,7 +104,8 @@ class _Watch:
         self.tallies = {False: _Tally(), True: _Tally()}  # outside and inside
         self.forward_sums, self.backward_sums = [], []  # bytes
         self.saved, self.counted = {}, 0
-        self.whole = set() if self.inside else {X.data_ptr()}  # inside, each has a part of X
+        # inside, each has a part of X
+        self.whole = set() if self.inside else {X.data_ptr()}
         with (
             torch.enable_grad(),
             FlopCounterMode(display=False, custom_mapping=ATTENTION) as self.counter,
@@ -134,7 +138,9 @@ class _Watch:
                 self.backward_sums.append(num_bytes(inputs[0]))
             if self.inside:
                 self.whole.add(inputs[0].data_ptr())
-        self.tallies[self.inside].parameters += sum(map(num_bytes, part.parameters(recurse=False)))
+        self.tallies[self.inside].parameters += sum(
+            map(num_bytes, part.parameters(recurse=False))
+        )
 
     def _count_flops(self) -> None:
         total = self.counter.get_total_flops()
@@ -156,10 +162,10 @@ def cost_of(
     machine: Machine,
     num_microbatches: int = 8,
 ) -> SplitCost:
-    """Return what a step costs on the busiest device: ``layers`` are those of ``profile``.
+    """Return what a step costs on the busiest device, from ``profile``'s layers.
 
-    ``split`` is one of ``SPLITS``, ``batch_size`` the rows of the whole batch. The pipeline follows
-    ``one_f_one_b``.
+    ``split`` is one of ``SPLITS``, ``batch_size`` the rows of the whole batch. The
+    pipeline follows ``one_f_one_b``.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, which is none of {', '.join(SPLITS)}")
@@ -192,28 +198,46 @@ def _pipeline(layers, n, k, machine, m) -> tuple:
     flops, parameters, saved = zip(*map(_add_up, stages), strict=True)
     forward = [rows * number / machine.flops for number in flops]
     cuts = [stage[-1].output for stage in stages[:-1]]  # bytes per example
-    transfer = max((machine.alpha + rows * cut * machine.beta for cut in cuts), default=0.0)
-    spans = predict(one_f_one_b(k, m), forward, [2 * seconds for seconds in forward], transfer)
+    transfer = max(
+        (machine.alpha + rows * cut * machine.beta for cut in cuts), default=0.0
+    )
+    spans = predict(
+        one_f_one_b(k, m), forward, [2 * seconds for seconds in forward], transfer
+    )
     kept = [max(counts) for counts in live_counts(spans).values()]
     memory = max(2 * parameters[s] + kept[s] * rows * saved[s] for s in range(k))
     sent = max(n * (left + right) for left, right in pairwise([0, *cuts, 0]))
-    messages = m * min(2, k - 1)  # a stage in the middle sends activations on, and gradients back
-    return round(sent), messages, round(memory), bubble(spans), max(span.end for span in spans)
+    # a stage in the middle sends activations on, and gradients back
+    messages = m * min(2, k - 1)
+    return (
+        round(sent),
+        messages,
+        round(memory),
+        bubble(spans),
+        max(span.end for span in spans),
+    )
 
 
 def _tensor(layers, n, k, machine) -> tuple:
     flops, parameters, saved = _add_up(layers, k)
-    sizes = [size for layer in layers for size in layer.forward_sums + layer.backward_sums]
+    sizes = [
+        size for layer in layers for size in layer.forward_sums + layer.backward_sums
+    ]
     nbytes = [4 * round(n * size / 4) for size in sizes]
     sums = [closed_form(ring, k, size, machine.alpha, machine.beta) for size in nbytes]
     waits = sum(cost.seconds for cost in sums)
     seconds = 3 * n * flops / machine.flops + waits
     memory = round(2 * parameters + n * saved)
-    sent, messages = sum(max(cost.sent) for cost in sums), sum(cost.steps for cost in sums)
+    sent, messages = (
+        sum(max(cost.sent) for cost in sums),
+        sum(cost.steps for cost in sums),
+    )
     return sent, messages, memory, waits / seconds, seconds
 
 
 def _add_up(layers: Sequence[Layer], k: int = 1) -> list[float]:
     """Return flops, bytes of parameters and bytes saved, of one of ``k`` devices."""
-    columns = zip(*[(layer.flops, layer.parameters, layer.saved) for layer in layers], strict=True)
+    columns = zip(
+        *[(layer.flops, layer.parameters, layer.saved) for layer in layers], strict=True
+    )
     return [sum(whole + divided / k for whole, divided in column) for column in columns]

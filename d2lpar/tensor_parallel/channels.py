@@ -1,9 +1,10 @@
-"""LeNet with its channels cut over several devices, as AlexNet was over two, in one process.
+"""LeNet with its channels cut over devices, as AlexNet was over two, in one process.
 
-Each device has some of the output channels of every layer. A layer that *exchanges* takes all
-channels of the layer before; one that does not takes only those of its device: nothing is sent, and
-the network has fewer weights. Notebook 14 uses this file. Source: Krizhevsky, Sutskever and Hinton,
-"ImageNet Classification with Deep Convolutional Neural Networks" (2012), section 3.2.
+Each device has some of the output channels of every layer. A layer that *exchanges*
+takes all channels of the layer before; one that does not takes only those of its
+device: nothing is sent, and the network has fewer weights. Notebook 14 uses this file.
+Source: Krizhevsky, Sutskever and Hinton, "ImageNet Classification with Deep
+Convolutional Neural Networks" (2012), section 3.2.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,13 @@ EXCHANGES = LAYERS[1:]  # those that can; the first layer takes the image
 def check_split(devices, exchange, **_) -> None:
     """Refuse layers that cannot exchange, and more devices than outputs."""
     if isinstance(exchange, str) or not set(exchange) <= set(EXCHANGES):
-        raise ValueError(f"exchange is {exchange!r}, but may name {', '.join(EXCHANGES)}")
+        raise ValueError(
+            f"exchange is {exchange!r}, but may name {', '.join(EXCHANGES)}"
+        )
     if not 1 <= len(devices) <= 10:
-        raise ValueError(f"{len(devices)} devices for channels that can be cut for 1 to 10")
+        raise ValueError(
+            f"{len(devices)} devices for channels that can be cut for 1 to 10"
+        )
 
 
 @checked(check_split)
@@ -33,7 +38,7 @@ def split_channels(
     devices: Sequence[torch.device],
     exchange: Sequence[str] = EXCHANGES,
 ) -> list[list[torch.Tensor]]:
-    """Return each device's channels of LeNet's eight parameters: copies, with gradients on.
+    """Return each device's channels of LeNet's parameters, as copies.
 
     The weights of a layer not in ``exchange`` lose those from other devices' channels.
     """
@@ -50,11 +55,15 @@ def split_channels(
                 own_W = own_inputs(own_W, inputs, num_channels, k)[d]
             own_W = channels_last(own_W) if is_conv else own_W
             for param in (own_W, own_b):
-                device_params[d].append(param.detach().to(device, copy=True).requires_grad_())
+                device_params[d].append(
+                    param.detach().to(device, copy=True).requires_grad_()
+                )
     return device_params
 
 
-def own_inputs(W: torch.Tensor, dim: int, num_channels: int, k: int) -> list[torch.Tensor]:
+def own_inputs(
+    W: torch.Tensor, dim: int, num_channels: int, k: int
+) -> list[torch.Tensor]:
     """Cut the inputs of ``W`` into ``k`` parts of whole channels."""
     channels = W.unflatten(dim, (num_channels, -1))  # a channel is 16 inputs of linear1
     return [part.flatten(dim, dim + 1) for part in channels.tensor_split(k, dim)]
@@ -68,7 +77,8 @@ def split_lenet(
 ) -> torch.Tensor:
     """Return the logits, of shape (n, 10), on ``devices[0]``; gradients flow back.
 
-    Every device gets the images (n, 1, 28, 28); ``device_params`` are those of ``split_channels``.
+    Every device gets the images (n, 1, 28, 28); ``device_params`` are those of
+    ``split_channels``.
     """
     X = X[:, :, :-2, :-2]  # as in lenet
     parts = [to_device(X, device, "host", d) for d, device in enumerate(devices)]
@@ -82,20 +92,26 @@ def split_lenet(
     return joined(parts, devices, 0)
 
 
-def apply_layer(layer: str, X: torch.Tensor, W: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return what one layer of LeNet makes of ``X``: (n, channels, …), for its own weights."""
+def apply_layer(
+    layer: str, X: torch.Tensor, W: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
+    """Return a LeNet layer's output of ``X``: (n, channels, …), for its own weights."""
     if layer.startswith("conv"):
         return F.avg_pool2d(F.conv2d(X, W, b).relu_(), 2)
     output = torch.addmm(b, X.flatten(1), W)
     return output.relu_() if layer == "linear1" else output
 
 
-def exchanged(parts: list[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
+def exchanged(
+    parts: list[torch.Tensor], devices: Sequence[torch.device]
+) -> list[torch.Tensor]:
     """Give every device the channels of all: k(k - 1) messages."""
     return [joined(parts, devices, d) for d in range(len(devices))]
 
 
-def joined(parts: list[torch.Tensor], devices: Sequence[torch.device], d: int) -> torch.Tensor:
+def joined(
+    parts: list[torch.Tensor], devices: Sequence[torch.device], d: int
+) -> torch.Tensor:
     """Join the channels of all devices on device ``d``."""
     there = [to_device(part, devices[d], src, d) for src, part in enumerate(parts)]
     return torch.cat(there, dim=1)

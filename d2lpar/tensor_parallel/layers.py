@@ -1,7 +1,8 @@
 """Layers cut in parts: every rank has some columns, or some rows, of a weight.
 
-Forward ``copy_to_group`` does what ``reduce_from_group`` does backward, and the other way round:
-they are f and g of Shoeybi et al., "Megatron-LM" (2019). Notebook 14 builds this file.
+Forward ``copy_to_group`` does what ``reduce_from_group`` does backward, and the other
+way round: they are f and g of Shoeybi et al., "Megatron-LM" (2019). Notebook 14 builds
+this file.
 """
 
 from functools import partial
@@ -55,34 +56,43 @@ def _summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def place_in(group: Group) -> tuple[int, int]:
-    """Return the size of a group and this rank's place in it; ValueError if it has none."""
+    """Return the size of a group and this rank's place in it."""
     check_group(group)
     return dist.get_world_size(group), dist.get_rank(group)
 
 
 def check_part(tensor, dim, group) -> None:
-    """Refuse a part for a rank outside the group, and more ranks than there is to cut."""
+    """Refuse a part for a rank outside the group, and more ranks than parts."""
     k, _ = place_in(group)
     if tensor.shape[dim] < k:
-        raise ValueError(f"{tensor.shape[dim]} columns, rows or channels are too few for {k} ranks")
+        raise ValueError(
+            f"{tensor.shape[dim]} columns, rows or channels are too few for {k} ranks"
+        )
 
 
 @checked(check_part)
 def own_part(tensor: torch.Tensor, dim: int, group: Group = None) -> torch.Tensor:
-    """Return a copy of this rank's part of ``tensor``, cut along ``dim`` by ``tensor_split``."""
+    """Return a copy of this rank's part of ``tensor``, cut along ``dim``."""
     k, me = place_in(group)
     return tensor.detach().tensor_split(k, dim)[me].clone()
 
 
 class ColumnParallelLinear(nn.Module):
-    """The rank's own columns of ``nn.Linear``: from all inputs to some of the outputs.
+    """The rank's columns of ``nn.Linear``: from all inputs to some outputs.
 
-    ``weight`` (own outputs, in_features) and ``bias`` (own outputs) are cut from those that
-    ``nn.Linear`` draws: with the same seed on all ranks the parts make the layer of one process.
-    Takes (…, in_features), equal on all ranks; returns (…, own outputs).
+    ``weight`` (own outputs, in_features) and ``bias`` (own outputs) are cut from those
+    that ``nn.Linear`` draws: with the same seed on all ranks the parts make the layer
+    of one process. Takes (…, in_features), equal on all ranks; returns (…, own
+    outputs).
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, group: Group = None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        group: Group = None,
+    ):
         super().__init__()
         whole = nn.Linear(in_features, out_features, bias)
         self.group = group
@@ -97,12 +107,19 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """The rank's own rows of ``nn.Linear``: from some of the inputs to all outputs.
 
-    ``weight`` (out_features, own inputs) is cut as in ``ColumnParallelLinear``; ``bias``
-    (out_features) is the first rank's, and is added once, to the sum. Takes (…, own inputs), as
-    ``ColumnParallelLinear`` returns them; returns (…, out_features), equal on all ranks.
+    ``weight`` (out_features, own inputs) is cut as in ``ColumnParallelLinear``;
+    ``bias`` (out_features) is the first rank's, and is added once, to the sum. Takes
+    (…, own inputs), as ``ColumnParallelLinear`` returns them; returns (…,
+    out_features), equal on all ranks.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, group: Group = None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        group: Group = None,
+    ):
         super().__init__()
         whole = nn.Linear(in_features, out_features, bias)
         self.group = group
@@ -137,8 +154,8 @@ class TensorParallelMLP(nn.Module):
 class TensorParallelLeNet(nn.Module):
     """LeNet, each rank with some of the channels of every layer; at most 20 ranks.
 
-    Two allreduces forward, and one backward, or two if the images require gradients. ``params`` are
-    the whole network's, equal on all ranks.
+    Two allreduces forward, and one backward, or two if the images require gradients.
+    ``params`` are the whole network's, equal on all ranks.
     """
 
     def __init__(self, params: list[torch.Tensor], group: Group = None):
@@ -147,7 +164,7 @@ class TensorParallelLeNet(nn.Module):
         self.params = nn.ParameterList(cut_lenet(params, group))
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
-        """Return the logits, of shape (n, 10), of images ``X`` of shape (n, 1, 28, 28)."""
+        """Return the logits (n, 10) of images ``X`` of shape (n, 1, 28, 28)."""
         W1, b1, W2, b2, W3, b3, W4, b4 = self.params
         X = copy_to_group(X[:, :, :-2, :-2], self.group)  # cropped as in lenet
         h1 = F.avg_pool2d(F.conv2d(X, W1, b1).relu_(), 2)  # (n, own channels, 12, 12)
@@ -159,7 +176,7 @@ class TensorParallelLeNet(nn.Module):
 
 
 def cut_lenet(params: list[torch.Tensor], group: Group = None) -> list[torch.Tensor]:
-    """Return this rank's part of LeNet's eight parameters, of which b2 and b4 are whole."""
+    """Return this rank's part of LeNet's parameters; b2 and b4 are whole."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     own = partial(own_part, group=group)
     return [

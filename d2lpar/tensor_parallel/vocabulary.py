@@ -1,7 +1,8 @@
 """The cross-entropy of logits that are cut by class: no rank ever has all of a row.
 
-Of a row each rank needs the largest logit, the sum of the exponentials and the target's logit.
-Notebook 14 builds this file. Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+Of a row each rank needs the largest logit, the sum of the exponentials and the target's
+logit. Notebook 14 builds this file. Source: Shoeybi et al., "Megatron-LM" (2019),
+section 3.
 """
 
 import torch
@@ -23,18 +24,23 @@ def own_classes(num_classes: int, group: Group = None) -> tuple[int, int]:
 
 
 def check_loss(logits, target, num_classes, group, reduction, ignore_index) -> None:
-    """Refuse shapes that do not fit, targets that are no class, and unknown reductions."""
+    """Refuse wrong shapes, targets that are no class, unknown reductions."""
     begin, end = own_classes(num_classes, group)
     if logits.shape != (*target.shape, end - begin):
         raise ValueError(
-            f"logits have shape {list(logits.shape)}, but {[*target.shape, end - begin]} is right: "
-            f"this rank has the classes {begin} to {end - 1} of {num_classes}"
+            f"logits have shape {list(logits.shape)}, but"
+            f" {[*target.shape, end - begin]} is right: this rank has the classes"
+            f" {begin} to {end - 1} of {num_classes}"
         )
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction is {reduction!r}, which is none of "mean", "sum", "none"')
+        raise ValueError(
+            f'reduction is {reduction!r}, which is none of "mean", "sum", "none"'
+        )
     wrong = target[(target != ignore_index) & ((target < 0) | (target >= num_classes))]
     if len(wrong):
-        raise ValueError(f"target {wrong[0].item()} is none of the {num_classes} classes")
+        raise ValueError(
+            f"target {wrong[0].item()} is none of the {num_classes} classes"
+        )
 
 
 @checked(check_loss)
@@ -46,13 +52,14 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Return ``F.cross_entropy`` of the whole logits, on every rank, without gathering them.
+    """Return ``F.cross_entropy`` of the whole logits without gathering them.
 
-    ``logits`` are (…, own classes), as ``ColumnParallelLinear(…, num_classes)`` returns them.
-    ``target`` (…) is equal on all ranks: classes from 0 to num_classes - 1, counted over all ranks.
-    The "mean" is over the targets that are not ``ignore_index``, whose loss and gradient are 0.
-    Sends 3 numbers per row forward, in two allreduces, and nothing backward. Computes in float32
-    (or float64), and keeps the probabilities of the rank's own classes for backward.
+    ``logits`` are (…, own classes), as ``ColumnParallelLinear(…, num_classes)`` returns
+    them. ``target`` (…) is equal on all ranks: classes from 0 to num_classes - 1,
+    counted over all ranks. The "mean" is over the targets that are not
+    ``ignore_index``, whose loss and gradient are 0. Sends 3 numbers per row forward, in
+    two allreduces, and nothing backward. Computes in float32 (or float64), and keeps
+    the probabilities of the rank's own classes for backward.
     """
     kept = target != ignore_index
     begin, _ = own_classes(num_classes, group)
@@ -68,7 +75,8 @@ class _CrossEntropy(torch.autograd.Function):
         wide = logits.double() if logits.dtype == torch.float64 else logits.float()
         largest = wide.amax(-1)  # (…)
         ranks.allreduce(largest, op="max", group=group)
-        shifted = wide - largest[..., None]  # (…, own classes): no exponential is over 1
+        # (…, own classes): no exponential is over 1
+        shifted = wide - largest[..., None]
         is_own = (target >= begin) & (target < begin + logits.shape[-1])
         place = torch.where(is_own, target - begin, 0)[..., None]  # (…, 1)
         picked = torch.where(is_own, shifted.gather(-1, place)[..., 0], 0)  # (…)

@@ -1,4 +1,4 @@
-"""A real browser: Chromium, driven by Playwright. `make browser-test` installs what is needed."""
+"""A real browser, Chromium by Playwright; `make browser-test` installs all it needs."""
 
 import os
 import re
@@ -8,25 +8,46 @@ from pathlib import Path
 
 import pytest
 
-NAMES = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
+NAMES = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+)
 MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 # Nothing but what the tests ask for: a browser calls its makers as soon as it starts.
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-sync",
+]
 FLAGS += ["--disable-component-update", "--no-first-run"]
 OUTSIDE = re.compile(r"^(?!file:|data:|blob:|(http|ws)://127\.0\.0\.1:)")
 
 
 def executable() -> str | None:
     """Return the system's Chromium; D2LPAR_BROWSER names another."""
-    found = [os.environ.get("D2LPAR_BROWSER"), *map(shutil.which, NAMES), shutil.which(MAC)]
+    found = [
+        os.environ.get("D2LPAR_BROWSER"),
+        *map(shutil.which, NAMES),
+        shutil.which(MAC),
+    ]
     return next(filter(None, found), None)
 
 
 def missing() -> str:
     """Say what the tests of a browser lack, or nothing."""
-    if not all(find_spec(name) for name in ("playwright", "axe_playwright_python", "sphinx")):
+    if not all(
+        find_spec(name) for name in ("playwright", "axe_playwright_python", "sphinx")
+    ):
         return "needs Playwright, axe and Sphinx: make browser-test installs them"
-    return "" if executable() else "needs Chromium: install it, or name it in D2LPAR_BROWSER"
+    return (
+        ""
+        if executable()
+        else "needs Chromium: install it, or name it in D2LPAR_BROWSER"
+    )
 
 
 def pytest_collection_modifyitems(items):
@@ -50,7 +71,7 @@ def browser():
 
 @pytest.fixture
 def page(browser):
-    """A page of its own, which must ask nothing of other machines, nor fail in a script."""
+    """A page of its own, which must not ask other machines nor fail in a script."""
     context, asked, errors = browser.new_context(), [], []
 
     def refuse(route):

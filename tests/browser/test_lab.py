@@ -1,4 +1,4 @@
-"""JupyterLab as a reader uses it: figures in a fresh copy, Run All, an interrupt, an exercise."""
+"""JupyterLab as a reader uses it: figures, Run All, an interrupt, an exercise."""
 
 import json
 import os
@@ -23,21 +23,31 @@ TALL = {"width": 1280, "height": 4000}  # JupyterLab draws only the cells in vie
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """The address of a JupyterLab over a fresh copy of the book, trusted by nobody; its folder."""
+    """The address and folder of a JupyterLab over a fresh, untrusted copy."""
     folder = tmp_path_factory.mktemp("lab")
     for name in ("notebooks", "tools", "data"):
         shutil.copytree(ROOT / name, folder / name)
-    subprocess.run([sys.executable, folder / "tools" / "work_copies.py"], check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, folder / "tools" / "work_copies.py"], check=True, timeout=100
+    )
     home = folder / "home"
     places = {name: str(home) for name in ("HOME", "IPYTHONDIR", "JUPYTER_DATA_DIR")}
     places |= {"JUPYTER_CONFIG_DIR": str(home), "JUPYTER_RUNTIME_DIR": str(home)}
     home.mkdir()
     # As `make lab` starts it, but on a free port that no token protects.
-    options = ["--no-browser", "--port=0", "--ServerApp.token=", "--ServerApp.password="]
+    options = [
+        "--no-browser",
+        "--port=0",
+        "--ServerApp.token=",
+        "--ServerApp.password=",
+    ]
     options += ["--allow-root", f"--LabApp.app_settings_dir={folder / 'tools' / 'lab'}"]
     options += [
         "--LabApp.news_url=None",
-        "--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate",
+        (
+            "--LabApp.check_for_updates_class="
+            "jupyterlab.handlers.announcements.NeverCheckForUpdate"
+        ),
     ]
     with open(folder / "log", "w", encoding="utf-8") as log:
         server = subprocess.Popen(
@@ -64,7 +74,9 @@ def address(server, home, folder):
     for _ in range(120):
         for info in home.glob("jpserver-*.json"):
             try:
-                url = json.loads(info.read_text())["url"].replace("localhost", "127.0.0.1")
+                url = json.loads(info.read_text())["url"].replace(
+                    "localhost", "127.0.0.1"
+                )
                 urllib.request.urlopen(f"{url}api/status", timeout=5)
             except (OSError, ValueError):
                 continue
@@ -80,16 +92,19 @@ def open_notebook(page, url, path):
     workspace = path.replace("/", "-").replace(".", "-")
     page.goto(f"{url}lab/workspaces/{workspace}/tree/{path}")
     page.locator(".jp-Notebook .jp-Cell").first.wait_for(timeout=120_000)
-    page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for(timeout=120_000)
+    page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for(
+        timeout=120_000
+    )
 
 
 def choose(page, menu, item):
     page.get_by_role("menuitem", name=menu, exact=True).click()
-    page.locator(".lm-Menu-item", has_text=item).first.click()  # its name may hold a shortcut
+    # its name may hold a shortcut
+    page.locator(".lm-Menu-item", has_text=item).first.click()
 
 
 def start(page):
-    """Click Run All Cells, again if JupyterLab was not ready for it: see that a cell begins."""
+    """Click Run All Cells, again if JupyterLab was not ready, until a cell begins."""
     begun = page.locator(".jp-InputPrompt", has_text=re.compile(r"\[[\d*]+\]"))
     for _ in range(5):
         choose(page, "Run", "Run All Cells")
@@ -102,7 +117,9 @@ def start(page):
 def run_all(page, folder, path):
     """Run all cells, save, and return the notebook as it is then on disk."""
     before = read(folder / path)
-    last = [cell.id for cell in before.cells if cell.cell_type == "code" and cell.source][-1]
+    last = [
+        cell.id for cell in before.cells if cell.cell_type == "code" and cell.source
+    ][-1]
     start(page)
     idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]")
     begin = time.monotonic()
@@ -137,9 +154,12 @@ def test_a_fresh_copy_shows_every_figure_without_trust(page, lab):
         page.set_viewport_size(TALL)
         open_notebook(page, url, f"notebooks/{path.name}")
         seen = {}
-        for _ in range(40):  # scroll through it: a cell that is not in view is not there
+        # scroll through it: a cell that is not in view is not there
+        for _ in range(40):
             for image in page.locator(".jp-OutputArea-output img").all():
-                width = image.evaluate("image => image.decode().then(() => image.naturalWidth)")
+                width = image.evaluate(
+                    "image => image.decode().then(() => image.naturalWidth)"
+                )
                 seen[image.get_attribute("src")] = width
             if len(seen) == len(figures):
                 break
@@ -166,7 +186,9 @@ def test_run_all_of_a_chapter_ends_without_an_error(page, lab, chapter):
     assert failed == []
     code = [cell for cell in nb.cells if cell.cell_type == "code" and cell.source]
     assert all(cell.execution_count for cell in code) and len(code) > 10
-    assert page.locator("[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    assert (
+        page.locator("[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    )
 
 
 def test_an_interrupted_launch_leaves_no_process(page, lab):
@@ -183,12 +205,16 @@ def test_an_interrupted_launch_leaves_no_process(page, lab):
     launch(wait, 3, os.getcwd(), timeout=500)
     """
     source = "\n".join(line[4:] for line in cell.strip("\n").splitlines())
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)], metadata=METADATA)
+    nb = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(source)], metadata=METADATA
+    )
     nbformat.write(nb, folder / "interrupt.ipynb")
     open_notebook(page, url, "interrupt.ipynb")
     start(page)
     files = [folder / f"pid-{rank}" for rank in range(3)]
-    wait_until(page, lambda: all(file.exists() and file.read_text() for file in files), 60)
+    wait_until(
+        page, lambda: all(file.exists() and file.read_text() for file in files), 60
+    )
     ranks = [psutil.Process(int(file.read_text())) for file in files]
     assert all(rank.is_running() for rank in ranks)
     choose(page, "Kernel", "Interrupt Kernel")
@@ -202,23 +228,30 @@ def test_an_interrupted_launch_leaves_no_process(page, lab):
         and process.cwd() == str(folder)
     )
     python = [
-        child for child in kernel.children(recursive=True) if child.pid not in helpers(kernel)
+        child
+        for child in kernel.children(recursive=True)
+        if child.pid not in helpers(kernel)
     ]
     assert python == []
 
 
 def helpers(kernel):
-    """The server that forks ranks, and multiprocessing's tracker, serve until the kernel ends."""
+    """The server that forks ranks, and the tracker, serve until the kernel ends."""
     named = ("forkserver", "resource_tracker")
     children = kernel.children(recursive=True)
-    return {child.pid for child in children if any(n in " ".join(child.cmdline()) for n in named)}
+    return {
+        child.pid
+        for child in children
+        if any(n in " ".join(child.cmdline()) for n in named)
+    }
 
 
 def wait_until(page, condition, seconds):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, page.locator("body").inner_text()
-        page.wait_for_timeout(200)  # and not time.sleep, which would stop the page's requests
+        # and not time.sleep, which would stop the page's requests
+        page.wait_for_timeout(200)
 
 
 def test_the_check_of_an_exercise_says_done_once_it_is_solved(page, lab):
@@ -254,4 +287,8 @@ def run_cell(page, cell):
         page.wait_for_timeout(3000)
         if prompt.inner_text() != before:
             break
-    wait_until(page, lambda: re.match(r"\[\d+\]", now := prompt.inner_text()) and now != before, 60)
+    wait_until(
+        page,
+        lambda: re.match(r"\[\d+\]", now := prompt.inner_text()) and now != before,
+        60,
+    )

@@ -1,4 +1,4 @@
-"""The site as a reader sees it: on a desk and a phone, by day and night, without a network."""
+"""The site as a reader sees it: desk and phone, day and night, without a network."""
 
 import os
 import re
@@ -57,7 +57,10 @@ def pages_of(site, group):
 def test_no_page_is_left_out(site):
     shown = {path.relative_to(site) for path in site.rglob("*.html")}
     named = set.union(*(pages_of(site, group) for group in GROUPS))
-    assert named == {name for name in shown if name.parts[0] != "_static"} and len(named) > 45
+    assert (
+        named == {name for name in shown if name.parts[0] != "_static"}
+        and len(named) > 45
+    )
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -70,7 +73,9 @@ def test_no_page_has_a_serious_fault_or_is_wider_than_its_window(page, site, gro
             visit(page, site, name, size)
             for scheme in ("light", "dark"):
                 page.emulate_media(color_scheme=scheme)
-                page.wait_for_function(f"document.documentElement.dataset.theme === '{scheme}'")
+                page.wait_for_function(
+                    f"document.documentElement.dataset.theme === '{scheme}'"
+                )
                 where = f"{name}, {size['width']} px, {scheme}"
                 found = axe.run(page, options={"resultTypes": ["violations"]}).response
                 for fault in found["violations"]:
@@ -90,8 +95,14 @@ def test_every_figure_says_in_words_what_it_shows(page, site):
         images = page.locator(".bd-article img")
         for image in images.all():
             alt = image.get_attribute("alt") or ""
-            assert len(alt) > 20 and not alt.endswith((".svg", ".png")), (path.name, alt)
-            assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") > 0
+            assert len(alt) > 20 and not alt.endswith((".svg", ".png")), (
+                path.name,
+                alt,
+            )
+            assert (
+                image.evaluate("image => image.decode().then(() => image.naturalWidth)")
+                > 0
+            )
         figures += images.count()
     assert figures > 40
 
@@ -110,7 +121,9 @@ def test_readers_find_their_way(page, site):
     link = page.locator("a.btn-download-source-button")
     assert link.is_visible()
     source = (site / "notebooks" / link.get_attribute("href")).resolve()
-    assert source.read_bytes() == (ROOT / "notebooks" / "01_three_ways.ipynb").read_bytes()
+    assert (
+        source.read_bytes() == (ROOT / "notebooks" / "01_three_ways.ipynb").read_bytes()
+    )
     visit(page, site, "module/collectives.html")
     assert page.locator("dt.sig", has_text="halving_doubling").count() == 1
 
@@ -140,15 +153,23 @@ def test_search_finds_the_bubble(page, site):
 
 
 @pytest.mark.parametrize("repository", ["", "https://github.com/someone/d2lpar"])
-def test_buttons_lead_to_the_repository_where_there_is_one(page, site, tmp_path, repository):
+def test_buttons_lead_to_the_repository_where_there_is_one(
+    page, site, tmp_path, repository
+):
     site = build(tmp_path, repository) if repository else site
     addresses = {}
-    for name in ("notebooks/03_allreduce.html", "docs/students.html", "module/ranks.html"):
+    for name in (
+        "notebooks/03_allreduce.html",
+        "docs/students.html",
+        "module/ranks.html",
+    ):
         visit(page, site, name)
         links = page.locator(".article-header-buttons a").all()
         addresses[name] = {link.get_attribute("href") for link in links}
     notebook = addresses["notebooks/03_allreduce.html"]
-    outside = {link for link in set.union(*addresses.values()) if link.startswith("http")}
+    outside = {
+        link for link in set.union(*addresses.values()) if link.startswith("http")
+    }
     if not repository:
         assert outside == set()
         return
@@ -156,9 +177,13 @@ def test_buttons_lead_to_the_repository_where_there_is_one(page, site, tmp_path,
     colab = f"https://colab.research.google.com/github/someone/d2lpar/blob/main/{path}"
     assert colab in notebook and f"{repository}/blob/main/{path}?plain=1" in notebook
     assert any(
-        link.startswith("https://mybinder.org/v2/gh/someone/d2lpar/main") for link in notebook
+        link.startswith("https://mybinder.org/v2/gh/someone/d2lpar/main")
+        for link in notebook
     )
-    assert f"{repository}/blob/main/docs/students.md?plain=1" in addresses["docs/students.html"]
+    assert (
+        f"{repository}/blob/main/docs/students.md?plain=1"
+        in addresses["docs/students.html"]
+    )
     for link in outside:  # no button leads to what the repository does not have
         if place := re.search(r"/blob/main/([^?]+)", link):
             assert (ROOT / place[1]).exists(), link
@@ -177,7 +202,9 @@ def rows(page, part):
     return [line.locator("th, td").all_inner_texts() for line in lines]
 
 
-def test_the_schedule_player_shows_what_python_counts_and_obeys_the_keyboard(page, site):
+def test_the_schedule_player_shows_what_python_counts_and_obeys_the_keyboard(
+    page, site
+):
     visit(page, site, "docs/schedules.html", reduced_motion="reduce")
     schedule, k = select(page, "Schedule"), select(page, "Devices")
     for name, size in (("ring", 5), ("halving_doubling", 6), ("tree", 8)):
@@ -189,14 +216,19 @@ def test_the_schedule_player_shows_what_python_counts_and_obeys_the_keyboard(pag
         page.get_by_role("button", name="Step").focus()
         for i in range(len(steps) + 1):
             assert (
-                page.locator("[data-part=count]").inner_text() == f"{i} of {len(steps)} steps done"
+                page.locator("[data-part=count]").inner_text()
+                == f"{i} of {len(steps)} steps done"
             )
             whole = [sum(len(c) == size for c in held) for held in states[i]]
-            assert [row[1] for row in rows(page, "sent")] == [f"{w} of {n}" for w in whole]
+            assert [row[1] for row in rows(page, "sent")] == [
+                f"{w} of {n}" for w in whole
+            ]
             drawn = sum(len(c) for held in states[i] for c in held)
             squares = page.locator("[data-part=drawing] rect[fill]").count()
             assert (squares, page.locator("rect.whole").count()) == (drawn, sum(whole))
-            assert page.locator(".arrows .head").count() == (len(steps[i]) if i < len(steps) else 0)
+            assert page.locator(".arrows .head").count() == (
+                len(steps[i]) if i < len(steps) else 0
+            )
             page.keyboard.press("Enter")
     page.get_by_role("slider", name="Steps done").focus()
     page.keyboard.press("Home")
@@ -211,14 +243,18 @@ def test_the_schedule_player_shows_what_python_counts_and_obeys_the_keyboard(pag
         f"{max(cost.sent) / 1e9:.3g} GB",
         f"{cost.seconds * 1e3:.3g} ms",
     ]
-    assert [name for name, row in table.items() if "fastest" in row[-1]] == ["halving and doubling"]
+    assert [name for name, row in table.items() if "fastest" in row[-1]] == [
+        "halving and doubling"
+    ]
 
 
 def test_messages_travel_unless_motion_is_not_wanted(page, site):
     count = page.locator("[data-part=count]")
     visit(page, site, "index.html", reduced_motion="no-preference")
     assert page.get_by_role("button", name="Pause").is_visible()
-    page.wait_for_function("document.querySelector('[data-part=count]').textContent[0] > 1")
+    page.wait_for_function(
+        "document.querySelector('[data-part=count]').textContent[0] > 1"
+    )
     page.get_by_role("button", name="Pause").press("Space")
     stands = count.inner_text()
     page.wait_for_timeout(2500)
@@ -246,10 +282,18 @@ def test_the_pipeline_player_shows_what_python_predicts(page, site):
         live = pipeline.live_counts(action for tick in ticks for action in tick)
         most = ", ".join(str(max(counts)) for counts in live.values())
         share = f"{100 * pipeline.bubble(spans):.1f} %"
-        title = {"sequential": "one after the other", "gpipe": "GPipe", "one_f_one_b": "1F1B"}[name]
+        title = {
+            "sequential": "one after the other",
+            "gpipe": "GPipe",
+            "one_f_one_b": "1F1B",
+        }[name]
         expected.append([title, f"{spans[-1].end:g}", share, most])
     assert rows(page, "table") == expected
-    assert page.locator("rect.forward").count() == page.locator("rect.backward").count() == 15
+    assert (
+        page.locator("rect.forward").count()
+        == page.locator("rect.backward").count()
+        == 15
+    )
     page.get_by_role("slider", name="Time").focus()
     page.keyboard.press("Home")
     assert [row[1] for row in rows(page, "state")] == ["not started"] * 3

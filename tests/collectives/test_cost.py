@@ -1,4 +1,4 @@
-"""The cost of a schedule: the clock's, the formula's, and the bytes that in fact travel."""
+"""The cost of a schedule: the clock's, the formula's, and the bytes that travel."""
 
 from itertools import pairwise
 
@@ -21,7 +21,9 @@ def test_the_closed_form_equals_the_walk(schedule):
                 vars(cost(schedule, k, nbytes, 3e-6, 7e-9, itemsize))
                 for cost in (walk, closed_form)
             )
-            assert walked.pop("seconds") == pytest.approx(formula.pop("seconds"), rel=1e-9, abs=0)
+            assert walked.pop("seconds") == pytest.approx(
+                formula.pop("seconds"), rel=1e-9, abs=0
+            )
             assert walked == formula
 
 
@@ -38,9 +40,14 @@ def test_the_bytes_are_those_that_travel_when_the_schedule_runs(schedule):
 
 
 def test_a_step_takes_as_long_as_its_busiest_participant():
-    # 5 seconds for a whole tensor, 2 for a quarter; the star's hub has a queue, both ways
-    seconds = [walk(schedule, 4, 4000, alpha=1.0, beta=0.001).seconds for schedule in SCHEDULES]
-    assert seconds == pytest.approx([2 * 3 * 5, 6 * 2, 4 * 5, 2 * 3 * 2, 2 * (3 + 2), 2 * 5])
+    # 5 seconds for a whole tensor, 2 for a quarter; the star's hub has a queue, both
+    # ways
+    seconds = [
+        walk(schedule, 4, 4000, alpha=1.0, beta=0.001).seconds for schedule in SCHEDULES
+    ]
+    assert seconds == pytest.approx(
+        [2 * 3 * 5, 6 * 2, 4 * 5, 2 * 3 * 2, 2 * (3 + 2), 2 * 5]
+    )
 
 
 def test_ring_bytes_hardly_grow_with_k_and_star_bytes_do():
@@ -70,5 +77,7 @@ def test_wrong_numbers_are_named(function, wrong, words):
 
 
 def test_a_schedule_without_a_formula_is_named():
-    with pytest.raises(ValueError, match=r"no closed form for .*recursive_doubling: use walk"):
+    with pytest.raises(
+        ValueError, match=r"no closed form for .*recursive_doubling: use walk"
+    ):
         closed_form(recursive_doubling, 3, 40)

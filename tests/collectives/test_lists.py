@@ -1,4 +1,4 @@
-"""Collectives on lists: torch is the oracle, for every schedule, dtype, operation and layout."""
+"""Collectives on lists, against torch: every schedule, dtype, operation and layout."""
 
 from functools import partial
 from operator import setitem
@@ -32,7 +32,7 @@ each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 def make(k, shape, dtype=torch.float32, device="cpu"):
-    """Values that name their position and index, small enough to be exact in every dtype."""
+    """Values that name position and index, small enough to be exact in every dtype."""
     values = torch.arange(torch.Size(shape).numel()).remainder(5).reshape(shape)
     return [(values + r % 3).to(dtype).to(device) for r in range(k)]
 
@@ -49,7 +49,9 @@ def reference(data, op="sum"):
 def assert_allreduces(function, data, op="sum"):
     expected, tensors = reference(data, op), list(data)
     function(data)
-    assert all(now is then for now, then in zip(data, tensors, strict=True)), "a slot was rebound"
+    assert all(now is then for now, then in zip(data, tensors, strict=True)), (
+        "a slot was rebound"
+    )
     for tensor in data:
         assert torch.equal(tensor, expected), (tensor, expected)
 
@@ -120,19 +122,27 @@ def test_layouts_that_are_not_contiguous(function, device):
 
 @st.composite
 def strided_lists(draw):
-    """Tensors of one random shape, each with its own strides, offset and order of dimensions."""
+    """Tensors of one random shape, each with its own strides, offset and order."""
     shape, data = draw(st.lists(st.integers(0, 4), max_size=3)), []
     for tensor in make(draw(st.integers(1, 6)), shape, torch.int64):
         order = draw(st.permutations(range(len(shape))))
-        wide = torch.empty_permuted([3 * n + 2 for n in shape], order, dtype=torch.int64)
+        wide = torch.empty_permuted(
+            [3 * n + 2 for n in shape], order, dtype=torch.int64
+        )
         steps = [draw(st.integers(1, 3)) for _ in shape]
         begin = draw(st.integers(0, 2))
-        cuts = [slice(begin, begin + n * d, d) for n, d in zip(shape, steps, strict=True)]
+        cuts = [
+            slice(begin, begin + n * d, d) for n, d in zip(shape, steps, strict=True)
+        ]
         data.append(wide[tuple(cuts)].copy_(tensor))
     return data
 
 
-@given(strided_lists(), st.sampled_from(SCHEDULES), st.sampled_from(["sum", "max", "product"]))
+@given(
+    strided_lists(),
+    st.sampled_from(SCHEDULES),
+    st.sampled_from(["sum", "max", "product"]),
+)
 def test_any_shape_strides_and_k(data, schedule, op):
     assert_allreduces(partial(allreduce, schedule=schedule, op=op), data, op)
 
@@ -141,7 +151,9 @@ def test_any_shape_strides_and_k(data, schedule, op):
 def test_scatter_and_gather_make_an_allreduce(data):
     expected = torch.atleast_1d(reference(data))
     shards = reduce_scatter(data)
-    assert [s.shape for s in shards] == [s.shape for s in expected.tensor_split(len(data))]
+    assert [s.shape for s in shards] == [
+        s.shape for s in expected.tensor_split(len(data))
+    ]
     assert all(torch.equal(whole, expected) for whole in all_gather(shards))
 
 
@@ -164,7 +176,9 @@ def test_all_gather_joins_shards_of_any_length(k):
         assert len(gathered) == k
         gathered[0].fill_(1)  # not the others, nor the shards
         assert all(torch.equal(whole, torch.cat(shards)) for whole in gathered[1:])
-    assert all_gather([torch.tensor(float(r)) for r in range(k)])[0].tolist() == list(range(k))
+    assert all_gather([torch.tensor(float(r)) for r in range(k)])[0].tolist() == list(
+        range(k)
+    )
 
 
 @pytest.mark.parametrize("k", KS)
@@ -211,7 +225,9 @@ def test_a_ring_of_whole_tensors_is_right_but_for_its_bytes():
 WRONG = {  # what others have published: the assertions above must catch each of them
     "drops the remainder": lambda data: allreduce([tensor[:6] for tensor in data]),
     "adds into a new tensor": lambda data: setitem(data, slice(3), [sum(data)] * 3),
-    "reads what was overwritten": lambda data: [tensor.copy_(sum(data)) for tensor in data],
+    "reads what was overwritten": lambda data: [
+        tensor.copy_(sum(data)) for tensor in data
+    ],
     "updates only the first": lambda data: data[0].copy_(sum(data)),
 }
 
@@ -228,38 +244,108 @@ def test_a_wrong_allreduce_is_caught(mutant):
 BASE, ONES = torch.zeros(10), torch.ones(3)
 LEAF, EYE = torch.ones(3, requires_grad=True), torch.eye(2)
 TWO = [ONES, ONES.clone()]
-ALIKE = (naive_allreduce, ring_allreduce, reduce_scatter, broadcast)  # they write to their tensors
+# they write to their tensors
+ALIKE = naive_allreduce, ring_allreduce, reduce_scatter, broadcast
 ALL = (*ALIKE, all_gather)
 REFUSED = [
     (ALL, [], ValueError, "data is empty"),
-    (ALL, torch.ones(2, 3), TypeError, "must be a list of tensors, one per device, not Tensor"),
+    (
+        ALL,
+        torch.ones(2, 3),
+        TypeError,
+        "must be a list of tensors, one per device, not Tensor",
+    ),
     (ALL, [ONES, 1.0], TypeError, r"data\[1\] is a float, not a tensor"),
-    (ALL, [ONES, ONES.double()], ValueError, r"torch.float32, but data\[1\] .* torch.float64"),
+    (
+        ALL,
+        [ONES, ONES.double()],
+        ValueError,
+        r"torch.float32, but data\[1\] .* torch.float64",
+    ),
     (ALL, [ONES, LEAF], ValueError, r"data\[1\] requires gradients, .*no_grad"),
     (ALL, [LEAF * 2, ONES], ValueError, r"data\[0\] requires gradients"),
-    (ALL, [EYE, EYE.to_sparse()], ValueError, r"data\[1\] is sparse .*: pass its .to_dense"),
-    (ALL, [EYE.to("meta"), EYE], ValueError, r"data\[0\] is a meta tensor, which has no elements"),
-    (ALIKE, [*TWO, torch.ones(4)], ValueError, r"shape \(3,\), but data\[2\] .* \(4,\)"),
-    (ALIKE, [BASE, torch.zeros(10), BASE], ValueError, r"data\[0\] and data\[2\] share memory"),
-    (ALIKE, [torch.zeros(4), BASE[3:7], BASE[:4]], ValueError, r"\[1\] and data\[2\] share memory"),
+    (
+        ALL,
+        [EYE, EYE.to_sparse()],
+        ValueError,
+        r"data\[1\] is sparse .*: pass its .to_dense",
+    ),
+    (
+        ALL,
+        [EYE.to("meta"), EYE],
+        ValueError,
+        r"data\[0\] is a meta tensor, which has no elements",
+    ),
+    (
+        ALIKE,
+        [*TWO, torch.ones(4)],
+        ValueError,
+        r"shape \(3,\), but data\[2\] .* \(4,\)",
+    ),
+    (
+        ALIKE,
+        [BASE, torch.zeros(10), BASE],
+        ValueError,
+        r"data\[0\] and data\[2\] share memory",
+    ),
+    (
+        ALIKE,
+        [torch.zeros(4), BASE[3:7], BASE[:4]],
+        ValueError,
+        r"\[1\] and data\[2\] share memory",
+    ),
     (ALIKE, [BASE[1:9:2], BASE[1:5]], ValueError, "share memory"),
-    (ALIKE, [torch.zeros(1).expand(3), ONES], ValueError, r"data\[0\] is an expanded view"),
-    ([partial(allreduce, op="avg")], TWO, ValueError, "'avg', .* none of sum, mean, max, min"),
-    ([partial(reduce_scatter, op="mean")], make(2, (3,), torch.int), ValueError, "mean of torch"),
-    ([partial(allreduce, op="max")], [EYE + 0j, EYE + 0j], ValueError, "numbers have no order"),
+    (
+        ALIKE,
+        [torch.zeros(1).expand(3), ONES],
+        ValueError,
+        r"data\[0\] is an expanded view",
+    ),
+    (
+        [partial(allreduce, op="avg")],
+        TWO,
+        ValueError,
+        "'avg', .* none of sum, mean, max, min",
+    ),
+    (
+        [partial(reduce_scatter, op="mean")],
+        make(2, (3,), torch.int),
+        ValueError,
+        "mean of torch",
+    ),
+    (
+        [partial(allreduce, op="max")],
+        [EYE + 0j, EYE + 0j],
+        ValueError,
+        "numbers have no order",
+    ),
     ([allreduce], make(2, (3,), torch.uint16), ValueError, "torch has no sum of"),
-    ([partial(allreduce, schedule=ring(2))], TWO, TypeError, "a function such as ring, not list"),
-    ([partial(broadcast, src=2)], TWO, ValueError, "src is 2, but the positions are 0 to 1"),
+    (
+        [partial(allreduce, schedule=ring(2))],
+        TWO,
+        TypeError,
+        "a function such as ring, not list",
+    ),
+    (
+        [partial(broadcast, src=2)],
+        TWO,
+        ValueError,
+        "src is 2, but the positions are 0 to 1",
+    ),
     ([partial(broadcast, src=-1)], TWO, ValueError, "src is -1, but"),
     ([all_gather], [EYE, torch.ones(2, 3)], ValueError, r"\(2,\), but .* \(3,\)"),
 ]
 
 
 @pytest.mark.parametrize(("functions", "data", "error", "words"), REFUSED)
-def test_what_cannot_be_reduced_is_refused_and_left_as_it_was(functions, data, error, words):
+def test_what_cannot_be_reduced_is_refused_and_left_as_it_was(
+    functions, data, error, words
+):
     before = [t.clone() if isinstance(t, torch.Tensor) else t for t in data]
     for function in functions:
         with pytest.raises(error, match=words):
             function(data)
     for now, then in zip(data, before, strict=True):
-        assert now is then or now.is_meta or torch.equal(now.to_dense(), then.to_dense())
+        assert (
+            now is then or now.is_meta or torch.equal(now.to_dense(), then.to_dense())
+        )

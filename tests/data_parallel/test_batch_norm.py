@@ -20,7 +20,7 @@ OPTIONS = [
 
 
 def rows_of(n, seed=0):
-    """Channels with means 0, 2, 100 and deviations 1, 5, 0.1; and what comes back for the output.
+    """Channels with means 0, 2, 100, deviations 1, 5, 0.1; and the output's gradient.
 
     The last shows a variance that is computed as a difference of two large numbers.
     """
@@ -40,7 +40,7 @@ def make(kind, dtype=torch.float64, **options):
 
 
 def runs(layer, counts, own=slice(None), dtype=torch.float64):
-    """After three batches: the last output and its gradient, [of parameters], [statistics]."""
+    """After three batches: output, input's gradient, [of parameters], [statistics]."""
     for seed in range(3):
         X, grad = (tensor[own].to(dtype) for tensor in rows_of(sum(counts), seed))
         layer.zero_grad()
@@ -50,7 +50,7 @@ def runs(layer, counts, own=slice(None), dtype=torch.float64):
 
 
 def compare(rank, counts, options, dtype=torch.float64):
-    """Ours on this rank's rows, and torch's BatchNorm on all rows, of which it takes the same."""
+    """Ours on this rank's rows; and the same rows of torch's BatchNorm on all rows."""
     begin, end = list(pairwise([0, *accumulate(counts)]))[rank]
     ours = runs(make(SyncBatchNorm, dtype, **options), counts, slice(begin, end), dtype)
     for grad in ours[2]:
@@ -66,7 +66,7 @@ def as_on_one_device(rank, k):
 
 
 def keeps_the_digits_of_a_large_mean(rank, k):
-    """By the mean of squares minus the square of the mean, float32 would be 0.18 off."""
+    """By the mean of squares minus the mean's square, float32 would be 0.18 off."""
     ours, theirs = compare(rank, (6, 3, 2, 1), {}, torch.float32)
     assert distance(ours[:1], theirs[:1]) < 1e-3
     assert distance(ours[1:2], theirs[1:2]) < 1e-2  # the gradients, times 1 / 0.1
@@ -75,7 +75,9 @@ def keeps_the_digits_of_a_large_mean(rank, k):
 def control_each_alone_is_another_network(rank, k):
     X, _ = rows_of(12)
     own = slice(3 * rank, 3 * rank + 3)
-    assert distance([make(nn.BatchNorm2d)(X[own])], [make(nn.BatchNorm2d)(X)[own]]) > 0.1
+    assert (
+        distance([make(nn.BatchNorm2d)(X[own])], [make(nn.BatchNorm2d)(X)[own]]) > 0.1
+    )
 
 
 def in_ddp(rank, k):
@@ -101,11 +103,15 @@ def a_gradient_penalty_and_evaluation(rank, k):
 
     if rank == 0:  # in evaluation nothing is sent
         X, _ = rows_of(4)
-        assert torch.equal(make(SyncBatchNorm).eval()(X), make(nn.BatchNorm2d).eval()(X))
+        assert torch.equal(
+            make(SyncBatchNorm).eval()(X), make(nn.BatchNorm2d).eval()(X)
+        )
     X, own = rows_of(8)[0], slice(2 * rank, 2 * rank + 2)
     ours = penalty(SyncBatchNorm(3, affine=False).double(), X[own].clone())
     theirs = penalty(nn.BatchNorm2d(3, affine=False).double(), X)
-    torch.testing.assert_close(ours, theirs[own], rtol=1e-6, atol=1e-6 * theirs.abs().max().item())
+    torch.testing.assert_close(
+        ours, theirs[own], rtol=1e-6, atol=1e-6 * theirs.abs().max().item()
+    )
 
 
 def sixteen_bits(rank, k):
@@ -113,7 +119,8 @@ def sixteen_bits(rank, k):
     layer = SyncBatchNorm(3)
     y, exact = layer(X), nn.BatchNorm2d(3).double()(X.double())
     assert (y.dtype, layer.running_mean.dtype) == (torch.bfloat16, torch.float32)
-    assert distance([y], [exact]) < 2e-2  # half a step between bfloat16 numbers from 4 to 8
+    # half a step between bfloat16 numbers from 4 to 8
+    assert distance([y], [exact]) < 2e-2
 
 
 def bad_inputs(rank, k):
@@ -128,7 +135,9 @@ def bad_inputs(rank, k):
 
 def only_ranks_of_the_group_count(rank, k):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    layer = SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), pairs[rank // 2])
+    layer = SyncBatchNorm.convert_sync_batchnorm(
+        nn.BatchNorm1d(1, momentum=1.0), pairs[rank // 2]
+    )
     layer(torch.tensor([[float(rank)], [rank + 1.0]])).pow(3).sum().backward()
     assert layer.running_mean.item() == [1, 1, 3, 3][rank]
     mine = layer.weight.grad.clone()
@@ -165,7 +174,9 @@ def test_conversion_takes_everything_over():
     tensors = list(map(id, [*model.parameters(), *model.buffers()]))
     attributes = [vars(layer) | {"process_group": None} for layer in model[1]]
     assert SyncBatchNorm.convert_sync_batchnorm(model) is model
-    assert {type(layer) for layer in model[1]} == {SyncBatchNorm} and model[1][0] is norm
+    assert {type(layer) for layer in model[1]} == {SyncBatchNorm} and model[1][
+        0
+    ] is norm
     assert [vars(layer) for layer in model[1]] == attributes
     assert list(map(id, [*model.parameters(), *model.buffers()])) == tensors
     for alone in (nn.BatchNorm1d(3, dtype=torch.float64), nn.SyncBatchNorm(3)):

@@ -1,4 +1,4 @@
-"""Gradients that a chunked loss computes in forward are those of backward; more in test_loss."""
+"""A chunked loss's gradients, made in forward, are backward's; more in test_loss."""
 
 import warnings
 from functools import partial
@@ -29,7 +29,9 @@ def gradients(loss, tensors):
 
 def chunked(generator, size=2, k=1, criterion=None, count=None, recompute=False):
     criterion = criterion or nn.CrossEntropyLoss()
-    return ChunkedLoss(generator, criterion, [CPU] * k, size, count, recompute=recompute)
+    return ChunkedLoss(
+        generator, criterion, [CPU] * k, size, count, recompute=recompute
+    )
 
 
 # What it costs.
@@ -44,14 +46,18 @@ class Counted(nn.Linear):
 
 
 @pytest.mark.parametrize(("recompute", "calls"), [(False, 4), (True, 8)])
-def test_logits_are_computed_once_or_twice_and_once_more_in_a_checkpoint(recompute, calls):
+def test_logits_are_computed_once_or_twice_and_once_more_in_a_checkpoint(
+    recompute, calls
+):
     generator, (_, hidden, target) = Counted(4, 5).double(), problem()
     tensors = [hidden, *generator.parameters()]
     expected = gradients(F.cross_entropy(generator(hidden.tanh()), target), tensors)
     loss, generator.calls = chunked(generator, recompute=recompute), 0
     loss(hidden, target).backward()
     assert generator.calls == calls
-    value = checkpoint(lambda hidden: loss(hidden.tanh(), target), hidden, use_reentrant=False)
+    value = checkpoint(
+        lambda hidden: loss(hidden.tanh(), target), hidden, use_reentrant=False
+    )
     close(gradients(value, tensors), expected)
     assert generator.calls <= 2 * calls + 4
 
@@ -71,7 +77,8 @@ def test_no_chunk_keeps_the_gradients_of_the_one_before():
     generator, hidden, target = problem(8, 5000, torch.float32)
     loss = chunked(generator, size=1)
     peak = peak_memory(lambda: loss(hidden, target).backward(), CPU)
-    assert peak < 2.5 * sum(param.nbytes for param in generator.parameters())  # sums, and one's
+    # sums, and one's
+    assert peak < 2.5 * sum(param.nbytes for param in generator.parameters())
 
 
 @both
@@ -79,7 +86,8 @@ def test_the_ledger_counts_what_chunks_need(recompute):
     generator, hidden, target = problem(5)
     with count_bytes() as ledger:
         chunked(generator, k=2, recompute=recompute)(hidden, target).backward()
-    hidden, targets, parameters, loss = 2 * 4 * 8, 2 * 8, 25 * 8, 8  # two of the five positions
+    # two of the five positions
+    hidden, targets, parameters, loss = 2 * 4 * 8, 2 * 8, 25 * 8, 8
     assert ledger.bytes == {
         (0, 1): hidden + targets + parameters + loss,  # of the loss it is the gradient
         (1, 0): loss + hidden + parameters,
@@ -95,7 +103,9 @@ def test_what_is_frozen_gets_no_gradient(kept, recompute):
     generator, hidden, target = problem()
     tensors = {"hidden": hidden, "weight": generator.weight, "bias": generator.bias}
     whole = F.cross_entropy(generator(hidden), target)
-    expected = [gradients(whole, t)[0] if name == kept else None for name, t in tensors.items()]
+    expected = [
+        gradients(whole, t)[0] if name == kept else None for name, t in tensors.items()
+    ]
     for name, tensor in tensors.items():
         tensor.requires_grad_(name == kept)
     generator.unused = nn.Parameter(torch.ones(1))
@@ -103,16 +113,22 @@ def test_what_is_frozen_gets_no_gradient(kept, recompute):
     close(value, whole.detach().requires_grad_(kept != "nothing"))
     if value.requires_grad:
         value.backward()
-    for tensor, grad in zip([*tensors.values(), generator.unused], [*expected, None], strict=True):
-        assert tensor.grad is grad is None or torch.allclose(tensor.grad, grad, rtol=1e-12)
+    for tensor, grad in zip(
+        [*tensors.values(), generator.unused], [*expected, None], strict=True
+    ):
+        assert tensor.grad is grad is None or torch.allclose(
+            tensor.grad, grad, rtol=1e-12
+        )
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            value = chunked(generator, k=2, recompute=recompute)(hidden.requires_grad_(), target)
+            value = chunked(generator, k=2, recompute=recompute)(
+                hidden.requires_grad_(), target
+            )
         assert not value.requires_grad
 
 
 class Odd(nn.Module):
-    """Two of its parameters have one gradient between them, and two layers have one weight."""
+    """Two of its parameters share one gradient, and two layers share one weight."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +141,9 @@ class Odd(nn.Module):
 
 
 @both
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.05)]
+)
 def test_parameters_may_be_tied_and_may_share_a_gradient(dtype, tolerance, recompute):
     _, hidden, target = problem()
     generator, hidden, target = Odd().to(dtype), hidden.detach().to(dtype), target % 4
@@ -148,7 +166,10 @@ def test_losses_of_16_bits_are_added_as_float32(recompute):
         expected = criterion(whole(hidden.float()), target)
         loss = chunked(generator, 2, 2, criterion, recompute=recompute)(hidden, target)
         close(loss, expected.bfloat16(), rtol=0.01, atol=0)
-        [exact], [found] = gradients(expected, [whole.weight]), gradients(loss, [generator.weight])
+        [exact], [found] = (
+            gradients(expected, [whole.weight]),
+            gradients(loss, [generator.weight]),
+        )
         assert found.dtype == torch.bfloat16
         assert (found.float() - exact).norm() / exact.norm() < 0.01
 
@@ -167,8 +188,13 @@ def test_the_loss_may_depend_on_what_is_outside_and_on_its_target(size, recomput
         def criterion(logits, target, temperature=temperature):
             return F.cross_entropy(logits * temperature + logarithm * logits**2, target)
 
-        in_parts, soft = chunked(generator, size, 1, criterion, len, recompute), teacher.softmax(-1)
-        loss = in_parts(hidden, soft) if in_chunks else criterion(generator(hidden), soft)
+        in_parts, soft = (
+            chunked(generator, size, 1, criterion, len, recompute),
+            teacher.softmax(-1),
+        )
+        loss = (
+            in_parts(hidden, soft) if in_chunks else criterion(generator(hidden), soft)
+        )
         loss = loss + temperature.square()  # the graph is used again
         found.append(gradients(loss, [hidden, logarithm, generator.weight, teacher]))
     close(*found)
@@ -202,10 +228,16 @@ def test_hooks_of_parameters_are_called_as_often_as_in_backward(k, recompute):
 def test_second_derivatives_need_recomputation():
     generator, hidden, target = problem()
     whole = F.cross_entropy(generator(hidden), target)
-    with pytest.raises(RuntimeError, match="second derivatives only with recompute=True"):
-        torch.autograd.grad(chunked(generator)(hidden, target), hidden, create_graph=True)
+    with pytest.raises(
+        RuntimeError, match="second derivatives only with recompute=True"
+    ):
+        torch.autograd.grad(
+            chunked(generator)(hidden, target), hidden, create_graph=True
+        )
     loss = chunked(generator, recompute=True)(hidden, target)
-    pair = [torch.autograd.grad(end, hidden, create_graph=True)[0] for end in (loss, whole)]
+    pair = [
+        torch.autograd.grad(end, hidden, create_graph=True)[0] for end in (loss, whole)
+    ]
     close(*[gradients(grad.square().sum(), [generator.weight]) for grad in pair])
 
 
@@ -224,7 +256,11 @@ def test_a_scale_reaches_float16_before_its_gradients_are_rounded(where):
     generator = (Inside if where == "inside" else nn.Linear)(4, 20_000)
     hidden, target = torch.randn(1024, 4), torch.zeros(1024, dtype=torch.long)
     regions = {"torch.autocast": torch.autocast, "autocast": autocast}
-    region = regions[where]("cpu", torch.float16) if where in regions else torch.enable_grad()
+    region = (
+        regions[where]("cpu", torch.float16)
+        if where in regions
+        else torch.enable_grad()
+    )
     if where == "weights":
         generator, hidden = generator.half(), hidden.half()
     hidden.requires_grad_()
@@ -235,12 +271,15 @@ def test_a_scale_reaches_float16_before_its_gradients_are_rounded(where):
     with region:
         value = chunked(generator, 256, 1, criterion, len)(hidden, target)
     for grad in gradients(value.float() * 2.0**12, [hidden, generator.weight]):
-        assert (grad == 0).float().mean() < 0.05  # nearly all, where the scale comes too late
+        # nearly all, where the scale comes too late
+        assert (grad == 0).float().mean() < 0.05
 
 
 @both
 @pytest.mark.parametrize("region", [torch.autocast, autocast])
-def test_chunks_in_bfloat16_agree_with_the_whole_and_backward_is_outside(region, recompute):
+def test_chunks_in_bfloat16_agree_with_the_whole_and_backward_is_outside(
+    region, recompute
+):
     torch.manual_seed(0)
     generator, hidden, seen = nn.Linear(16, 50), torch.randn(64, 16), []
     target, weight = torch.randint(50, (64,)), [generator.weight, generator.bias]
@@ -265,7 +304,9 @@ def test_random_numbers_differ_between_chunks_and_agree_with_the_gradients(recom
 
     criterion.reduction = "sum"
     hidden = torch.ones(64, 5, dtype=torch.float64, requires_grad=True)
-    value = chunked(nn.Dropout(0.5), 8, 1, criterion, recompute=recompute)(hidden, torch.zeros(64))
+    value = chunked(nn.Dropout(0.5), 8, 1, criterion, recompute=recompute)(
+        hidden, torch.zeros(64)
+    )
     value.backward()
     close(hidden.grad.sum(), value.detach())  # kept ones have 2 in both
     assert len({tuple(rows.flatten().tolist()) for rows in hidden.grad.split(8)}) > 1
@@ -282,4 +323,6 @@ def test_random_numbers_differ_between_chunks_and_agree_with_the_gradients(recom
 )
 def test_what_does_not_fit_is_named(size, hidden, target, words):
     with pytest.raises(ValueError, match=words):
-        chunked(nn.Linear(4, 5), size)(torch.zeros(hidden), torch.zeros(target, dtype=torch.long))
+        chunked(nn.Linear(4, 5), size)(
+            torch.zeros(hidden), torch.zeros(target, dtype=torch.long)
+        )

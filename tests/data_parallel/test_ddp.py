@@ -38,7 +38,13 @@ WAYS = {
 
 def conv():
     torch.manual_seed(3)
-    layers = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2)
+    layers = (
+        nn.Conv2d(1, 3, 3),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(48, 2),
+    )
     return nn.Sequential(*layers).double()
 
 
@@ -65,7 +71,7 @@ def state(module):
 
 
 class Branches(nn.Module):
-    """Branch a on rank 0 and b on the others; c nowhere, d in step 1; one frozen, two tied."""
+    """Branch a on rank 0, else b; c nowhere, d in step 1; one frozen, two tied."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +79,9 @@ class Branches(nn.Module):
         layers = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(5))
         self.a, self.b, self.c, self.d, self.frozen = layers
         self.frozen.requires_grad_(False)
-        self.tied, self.tied_too = (nn.Linear(3, 3, False, dtype=torch.float64) for _ in range(2))
+        self.tied, self.tied_too = (
+            nn.Linear(3, 3, False, dtype=torch.float64) for _ in range(2)
+        )
         self.tied_too.weight = self.tied.weight
 
     def forward(self, X, rank, step):
@@ -90,10 +98,15 @@ class Mixed(nn.Module):
         self.vectors = nn.ParameterList(torch.ones(5).to(dtype) for dtype in dtypes)
         self.scalar = nn.Parameter(torch.tensor(1.0))
         self.empty = nn.Parameter(torch.empty(0, 3))
-        self.conv = nn.Parameter(torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last))
+        self.conv = nn.Parameter(
+            torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last)
+        )
 
     def forward(self, rank):
-        factors = [randn(p.numel(), seed=rank).view_as(p).to(p.dtype) for p in self.parameters()]
+        factors = [
+            randn(p.numel(), seed=rank).view_as(p).to(p.dtype)
+            for p in self.parameters()
+        ]
         pairs = zip(self.parameters(), factors, strict=True)
         return sum((param * factor).sum().abs() for param, factor in pairs)
 
@@ -103,7 +116,9 @@ class Mixed(nn.Module):
 
 def trains(wrap, rank, k, set_to_none=None):
     """Four steps, of which gradients are set to None, set to 0, or added up."""
-    return trace_of(wrap(conv()), [[images(rank, step)] for step in range(4)], set_to_none)
+    return trace_of(
+        wrap(conv()), [[images(rank, step)] for step in range(4)], set_to_none
+    )
 
 
 def trains_in_part(wrap, rank, k, set_to_none):
@@ -116,7 +131,9 @@ def trace_of(model, batches, set_to_none):
     trace = []
     for args in batches:
         for param in model.parameters() if set_to_none is not None else ():
-            param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
+            param.grad = (
+                None if set_to_none or param.grad is None else param.grad.zero_()
+            )
         backward(model(*args))
         trace += clones(grads(model))
         update(model)
@@ -137,7 +154,9 @@ def checkpoints(wrap, rank, k):
     module = mlp(3, 3, 3, 3)
     first, *others = module
     again = partial(checkpoint, use_reentrant=True)
-    module.forward = lambda X: reduce(lambda X, layer: again(layer, X), others, first(X))
+    module.forward = lambda X: reduce(
+        lambda X, layer: again(layer, X), others, first(X)
+    )
     model = wrap(module)
     for step in range(2):
         model.zero_grad()
@@ -146,7 +165,7 @@ def checkpoints(wrap, rank, k):
 
 
 def sets_flags(wrap, rank, k):
-    """no_sync, also inside itself and where the flag is False already; and no sync by hand."""
+    """no_sync, also inside itself and where the flag is False; and no sync by hand."""
     module = mlp(6, 5, 1)
     model, trace = wrap(module), []
 
@@ -176,7 +195,7 @@ def sets_flags(wrap, rank, k):
 
 
 def shares_buffers(wrap, rank, k, **options):
-    """Where all take rank 0's: every rank spoils its buffers before each forward pass."""
+    """Where all take rank 0's: every rank spoils its buffers before each forward."""
     module, trace = conv(), []
 
     def spoil():
@@ -206,7 +225,7 @@ def shares_buffers(wrap, rank, k, **options):
 
 
 def wraps_twice(wrap, rank, k):
-    """Only passes of the wrapper average, not those of the module or of another wrapper."""
+    """Only passes of the wrapper average, not of the module or of another wrapper."""
     module = mlp(3, 1)
     first, second = wrap(module), wrap(module)
     trace = []
@@ -239,11 +258,17 @@ def leaves_what_torchs_leaves(scenario, rank, k):
     theirs = scenario(TORCHS, rank, k)
     for way, options in WAYS.items():
         ours = scenario(partial(DistributedDataParallel, **options), rank, k)
-        torch.testing.assert_close(ours, theirs, msg=lambda words, way=way: f"{way}: {words}")
+        torch.testing.assert_close(
+            ours, theirs, msg=lambda words, way=way: f"{way}: {words}"
+        )
 
 
 test_what_is_left_is_torchs = on_ranks(
-    3, {name: partial(leaves_what_torchs_leaves, scenario) for name, scenario in SCENARIOS.items()}
+    3,
+    {
+        name: partial(leaves_what_torchs_leaves, scenario)
+        for name, scenario in SCENARIOS.items()
+    },
 )
 
 
@@ -267,7 +292,11 @@ def trains_on_shards(rank, k):
             update(module), update(whole)
         first, *others = everyones(state(module))
         agrees = attempt(close, first, state(whole))[0]
-        same = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+        same = all(
+            torch.equal(a, b)
+            for other in others
+            for a, b in zip(first, other, strict=True)
+        )
         assert (agrees, same) == (("ok", True) if kind else ("AssertionError", False))
 
 
@@ -338,9 +367,13 @@ def copies(rank, k):
         other = twin(model)
         model.zero_grad(), other.zero_grad()
         (other(torch.tensor([[1.0], [2.0]])) * (rank + 1)).sum().backward()
-        assert other.module.bias.grad.item() == 2 * MEAN and model.module.bias.grad is None
+        assert (
+            other.module.bias.grad.item() == 2 * MEAN and model.module.bias.grad is None
+        )
         assert other.gradient_as_bucket_view
-        assert list(other.state_dict()) == [f"module.{name}" for name in model.module.state_dict()]
+        assert list(other.state_dict()) == [
+            f"module.{name}" for name in model.module.state_dict()
+        ]
     with pytest.raises(RuntimeError, match=r"copy \.module, and wrap the copy"):
         copy.deepcopy(DistributedDataParallel(linear(), process_group=dist.new_group()))
 
@@ -348,7 +381,10 @@ def copies(rank, k):
 def gradients_of_gradients(rank, k):
     model = DistributedDataParallel(linear())
     output = model(rows(rank)).square().sum()
-    with pytest.raises(RuntimeError, match="without create_graph"), pytest.warns(UserWarning):
+    with (
+        pytest.raises(RuntimeError, match="without create_graph"),
+        pytest.warns(UserWarning),
+    ):
         output.backward(create_graph=True)
     model.zero_grad()
     ranks.barrier()

@@ -1,4 +1,4 @@
-"""A loss in parts, on devices or in chunks, is the loss of the whole, with its gradients."""
+"""A loss in parts, on devices or in chunks, is the whole's, with its gradients."""
 
 from functools import partial
 from itertools import product
@@ -28,7 +28,7 @@ def labels(*shape, ignored=()):
 
 
 def cases(n):
-    """{class of torch.nn and more: (its arguments, output, target or list of targets)}."""
+    """{class of torch.nn and more: (its arguments, output, target or targets)}."""
     x, y, pixels = randn(n, 5), randn(n, 5, seed=1), randn(n, 5, 4)
     soft, positive, target = y.softmax(1), y.exp(), labels(n)
     index, weight, smooth = {"ignore_index": 1}, {"weight": W}, {"label_smoothing": 0.1}
@@ -53,9 +53,15 @@ def cases(n):
         "CrossEntropyLoss, smooth, without weight": (
             smooth | {"weight": W * torch.tensor([0.0, 1, 1, 1, 1])},
             x,
-            torch.arange(n).sub(min(n, 5) - 2).clamp(0, 4),  # class 0 counts nothing, but adds
+            torch.arange(n)
+            .sub(min(n, 5) - 2)
+            .clamp(0, 4),  # class 0 counts nothing, but adds
         ),
-        "CrossEntropyLoss, smooth, all ignored": (smooth, x, labels(n, ignored=range(n))),
+        "CrossEntropyLoss, smooth, all ignored": (
+            smooth,
+            x,
+            labels(n, ignored=range(n)),
+        ),
         "CrossEntropyLoss of bytes": (weight, x, target.byte()),
     }
     for name in ("CrossEntropyLoss", "NLLLoss"):
@@ -70,7 +76,9 @@ def cases(n):
 
 def case(name, n, reduction="mean"):
     options, output, targets = cases(n)[name]
-    criterion = getattr(nn, name.partition(" ")[0].strip(","))(reduction=reduction, **options)
+    criterion = getattr(nn, name.partition(" ")[0].strip(","))(
+        reduction=reduction, **options
+    )
     return criterion, output, targets if type(targets) is list else [targets]
 
 
@@ -87,8 +95,13 @@ def grad_of(loss, *tensors):
 def require_same(criterion, output, targets, k, count=None, dim=0):
     output = output.requires_grad_()
     expected = criterion(output, *targets)
-    loss = DataParallelCriterion(criterion, [CPU] * k, count, dim)(split(output, k, dim), *targets)
-    tensors = [output, *(criterion.parameters() if isinstance(criterion, nn.Module) else ())]
+    loss = DataParallelCriterion(criterion, [CPU] * k, count, dim)(
+        split(output, k, dim), *targets
+    )
+    tensors = [
+        output,
+        *(criterion.parameters() if isinstance(criterion, nn.Module) else ()),
+    ]
     close(loss, expected)
     close(grad_of(loss, *tensors), grad_of(expected, *tensors))
 
@@ -99,12 +112,17 @@ def require_same_in_chunks(criterion, hidden, target, k, size):
     tensors = [hidden.requires_grad_(), *generator.parameters()]
     places = hidden.shape[:-1]
     expected = criterion(
-        generator(hidden).reshape(-1, 5), target.reshape(-1, *target.shape[len(places) :])
+        generator(hidden).reshape(-1, 5),
+        target.reshape(-1, *target.shape[len(places) :]),
     )
-    expected = expected.reshape(places + expected.shape[1:]) if expected.dim() else expected
+    expected = (
+        expected.reshape(places + expected.shape[1:]) if expected.dim() else expected
+    )
     expected_grads = grad_of(expected, *tensors)
     for recompute in (False, True):
-        in_chunks = ChunkedLoss(generator, criterion, [CPU] * k, size, recompute=recompute)
+        in_chunks = ChunkedLoss(
+            generator, criterion, [CPU] * k, size, recompute=recompute
+        )
         loss = in_chunks(hidden, target)
         close(loss, expected)
         close(grad_of(loss, *tensors), expected_grads)
@@ -117,7 +135,8 @@ def test_every_class_that_is_known_is_tested():
     assert {kind.__name__ for kind in PER_ELEMENT + PER_CLASS} <= set(cases(1))
 
 
-@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # what torch says of KLDivLoss
+# what torch says of KLDivLoss
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("name", cases(1))
 def test_parts_give_the_loss_and_the_gradients_of_the_whole(name):
     reductions = ("mean", "sum", "none", *["batchmean"] * (name == "KLDivLoss"))
@@ -128,7 +147,12 @@ def test_parts_give_the_loss_and_the_gradients_of_the_whole(name):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in cases(1) if name.startswith(("Cross", "NLL")) and "pix" not in name]
+    "name",
+    [
+        name
+        for name in cases(1)
+        if name.startswith(("Cross", "NLL")) and "pix" not in name
+    ],
 )
 def test_chunks_give_the_loss_and_the_gradients_of_the_whole(name):
     sizes = [(1, 4, 13), (2, 100, 13), (3, 3, 13), (8, 1, 2)]
@@ -166,17 +190,23 @@ def test_whatever_is_ignored(k, rows, ignored, size):
         ("CrossEntropyLoss, both", 8, False),
     ],
 )
-def test_the_mean_of_means_is_right_only_where_all_parts_count_the_same(name, rows, right):
+def test_the_mean_of_means_is_right_only_where_all_parts_count_the_same(
+    name, rows, right
+):
     criterion, output, [target] = case(name, rows)
     parts = zip(split(output, 2), split(target, 2), strict=True)
-    gap = torch.stack([criterion(*part) for part in parts]).mean() - criterion(output, target)
+    gap = torch.stack([criterion(*part) for part in parts]).mean() - criterion(
+        output, target
+    )
     assert gap.abs() < 1e-12 if right else gap.abs() > 1e-3
 
 
 def test_the_balanced_form_is_one_device():
     model, X, y = mlp(3, 6, 5), randn(7, 3), labels(7, ignored=[0])
     criterion, three = nn.CrossEntropyLoss(W + 1), [CPU] * 3
-    balanced = DataParallelCriterion(criterion, three)(DataParallelModel(model, three)(X), y)
+    balanced = DataParallelCriterion(criterion, three)(
+        DataParallelModel(model, three)(X), y
+    )
     whole, params = criterion(model(X), y), list(model.parameters())
     close(grad_of(balanced, *params), grad_of(whole, *params))
 
@@ -185,7 +215,7 @@ def test_the_balanced_form_is_one_device():
 
 
 class Relative(nn.Module):
-    """A loss of one's own: the mean over targets that are not 0, times a learnable scale."""
+    """A loss of one's own: the mean over nonzero targets, times a learnable scale."""
 
     def __init__(self, reduction=None):
         super().__init__()
@@ -196,19 +226,27 @@ class Relative(nn.Module):
     def forward(self, output, target):
         each = self.scale * (output - target) ** 2 * (target != 0)
         kind = getattr(self, "reduction", "mean")
-        return {"mean": each.sum() / (target != 0).sum(), "sum": each.sum(), "none": each}[kind]
+        return {
+            "mean": each.sum() / (target != 0).sum(),
+            "sum": each.sum(),
+            "none": each,
+        }[kind]
 
 
 def test_other_criteria_dimensions_counts_and_structures():
     positive, targets = randn(7, seed=1).clamp(min=0), [labels(6, ignored=(4, 5))]
     for k in (1, 3, 8):
-        require_same(Relative(), randn(7), [positive], k, lambda target: (target != 0).sum())
+        require_same(
+            Relative(), randn(7), [positive], k, lambda target: (target != 0).sum()
+        )
         for reduction in ("sum", "none"):
             require_same(Relative(reduction), randn(7), [positive], k)
     for reduction in ("mean", "sum", "none"):
         criterion = nn.CrossEntropyLoss(reduction=reduction)
         require_same(criterion, randn(2, 5, 7), [labels(2, 7)], 3, dim=-1)
-    require_same(nn.CrossEntropyLoss(reduction="sum"), randn(6, 5), targets, 3, count=len)  # unused
+    require_same(
+        nn.CrossEntropyLoss(reduction="sum"), randn(6, 5), targets, 3, count=len
+    )  # unused
     require_same(F.mse_loss, randn(7, 2), [randn(7, 2, seed=1)], 3, torch.numel)
 
     def criterion(output, target):
@@ -232,14 +270,18 @@ def test_a_model_without_devices_and_its_loss_take_the_whole_batch(monkeypatch):
 
 def test_a_criterion_is_replicated_and_its_error_says_where():
     with count_bytes() as ledger:
-        DataParallelCriterion(nn.CrossEntropyLoss(W), [CPU] * 3)(split(randn(6, 5), 3), labels(6))
+        DataParallelCriterion(nn.CrossEntropyLoss(W), [CPU] * 3)(
+            split(randn(6, 5), 3), labels(6)
+        )
     assert {ledger.bytes[0, i] for i in (1, 2)} == {W.nbytes + 2 * 8}  # and two targets
 
     def criterion(output, target):
         return 1 / int(target[0] != 2) * (output - target).mean()
 
     with pytest.raises(ZeroDivisionError) as error:
-        DataParallelCriterion(criterion, [CPU] * 3, len)(split(randn(3), 3), torch.arange(3))
+        DataParallelCriterion(criterion, [CPU] * 3, len)(
+            split(randn(3), 3), torch.arange(3)
+        )
     assert "device 2 (cpu)" in "".join(error.value.__notes__)
 
 
@@ -254,7 +296,9 @@ def test_without_count_an_unknown_mean_is_refused(criterion):
         partial(DataParallelCriterion, criterion, [CPU]),
         partial(ChunkedLoss, nn.Linear(2, 2), criterion, [CPU], 1),
     ):
-        with pytest.raises(ValueError, match=f"known what {name} divides its mean by: pass count"):
+        with pytest.raises(
+            ValueError, match=f"known what {name} divides its mean by: pass count"
+        ):
             make()
 
 
@@ -264,11 +308,16 @@ def test_without_count_an_unknown_mean_is_refused(criterion):
         (randn(4, 5), "for 2 devices, not a tensor"),
         ([], "for 2 devices, not 0 outputs"),
         ([randn(1, 5)] * 3, "for 2 devices, not 3 outputs"),
-        ([randn(3, 5), randn(1, 5)], "output 0 has 3 rows, but its part of the targets 2"),
+        (
+            [randn(3, 5), randn(1, 5)],
+            "output 0 has 3 rows, but its part of the targets 2",
+        ),
         ([randn(2, 5)] * 2, r"the loss of a part has shape \[5\]"),
     ],
 )
 def test_outputs_that_do_not_fit_are_named(outputs, words):
     with pytest.raises(ValueError, match=words):
-        loss = DataParallelCriterion(lambda output, y: (output - y).sum(0), [CPU] * 2, len)
+        loss = DataParallelCriterion(
+            lambda output, y: (output - y).sum(0), [CPU] * 2, len
+        )
         loss(outputs, randn(4, 5))

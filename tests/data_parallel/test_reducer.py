@@ -1,4 +1,4 @@
-"""When buckets are sent, how a hook of torch's is called, and what is left at the end."""
+"""When buckets are sent, how torch's hooks are called, and what is left at the end."""
 
 import gc
 import os
@@ -131,16 +131,21 @@ def averages_when_the_wrapper_is_dropped(rank, k):
         (lambda X: Output([Output([X])]), lambda output: output.parts[0].parts[0]),
     ]:
         module = linear()
-        module.register_forward_hook(lambda module, inputs, output, wrap=wrap: wrap(output))
+        module.register_forward_hook(
+            lambda module, inputs, output, wrap=wrap: wrap(output)
+        )
         loss = unwrap(DistributedDataParallel(module)(rows(rank))).sum()
         gc.collect()
         loss.backward()
         assert gradient(module) == MEAN
         del loss
         assert not module.weight._post_accumulate_grad_hooks
-    for kind in (DistributedDataParallel, TORCHS):  # tensors that are not found: the next pass
+    # tensors that are not found: the next pass
+    for kind in DistributedDataParallel, TORCHS:
         module = linear()
-        module.register_forward_hook(lambda module, inputs, output: SimpleNamespace(hidden=output))
+        module.register_forward_hook(
+            lambda module, inputs, output: SimpleNamespace(hidden=output)
+        )
         model = kind(module)
         model(rows(rank)).hidden.sum().backward()
         assert gradient(module) == MEAN
@@ -159,7 +164,9 @@ def torchs_hooks(rank, k):
 
     plain, halves = run(DistributedDataParallel), default_hooks.fp16_compress_hook
     wrapped = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
-    low_rank = [powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2) for _ in range(2)]
+    low_rank = [
+        powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2) for _ in range(2)
+    ]
     for hook, states, least, most in [
         (default_hooks.allreduce_hook, [None, dist.group.WORLD], 0, 0),
         (halves, [None, None], 1e-8, 1e-3),
@@ -167,14 +174,17 @@ def torchs_hooks(rank, k):
         (powerSGD_hook.powerSGD_hook, low_rank, 1e-3, 9),
     ]:
         ours = run(DistributedDataParallel, hook, states[0])
-        torch.testing.assert_close(ours, run(TORCHS, hook, states[1]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            ours, run(TORCHS, hook, states[1]), rtol=0, atol=1e-5
+        )
         assert least <= (ours - plain).abs().max() <= most
 
 
 def hooks_keep_the_order_of_backward(rank, k):
     def late(name, bucket):
         if (name, rank) == ("second", 1):
-            time.sleep(0.2)  # if it were another thread, the first one's hook would overtake
+            # if it were another thread, the first one's hook would overtake
+            time.sleep(0.2)
         return default_hooks.allreduce_hook(None, bucket)
 
     def run(kind):
@@ -190,7 +200,9 @@ def hooks_keep_the_order_of_backward(rank, k):
 def hook_sees_each_bucket_undivided(rank, k):
     def keep(state, bucket):
         last = bucket.is_last()
-        state.append((bucket.index(), last, bucket.buffer().tolist(), len(bucket.parameters())))
+        state.append(
+            (bucket.index(), last, bucket.buffer().tolist(), len(bucket.parameters()))
+        )
         future = torch.futures.Future()
         future.set_result(torch.zeros_like(bucket.buffer()))
         return future
@@ -212,9 +224,17 @@ def refuses_hooks_and_sparse_gradients(rank, k):
     loss = sparse(torch.tensor([1])).sum()
     for call, kind, words in [
         (lambda: hooked.register_comm_hook(None, print), RuntimeError, "only once"),
-        (lambda: plain.register_comm_hook(None, "allreduce"), TypeError, "must be a function"),
+        (
+            lambda: plain.register_comm_hook(None, "allreduce"),
+            TypeError,
+            "must be a function",
+        ),
         (lambda: by_rows.register_comm_hook(None, print), ValueError, "rows"),
-        (lambda: hooked(rows(rank)).sum().backward(), TypeError, "return a .*Future, not Tensor"),
+        (
+            lambda: hooked(rows(rank)).sum().backward(),
+            TypeError,
+            "return a .*Future, not Tensor",
+        ),
         (loss.backward, ValueError, r"Embedding\(sparse=False"),
     ]:
         with pytest.raises(kind, match=words):
@@ -291,10 +311,16 @@ def test_hooks_of_several_threads_take_turns():
 def left(module):
     gc.collect()
     return {
-        "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+        "files": len(os.listdir("/proc/self/fd"))
+        if os.path.isdir("/proc/self/fd")
+        else 0,
         "groups": len(dist.distributed_c10d._world.pg_map),
-        "hooks": sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()),
-        "threads": sum(thread.name == "communication" for thread in threading.enumerate()),
+        "hooks": sum(
+            len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()
+        ),
+        "threads": sum(
+            thread.name == "communication" for thread in threading.enumerate()
+        ),
     }
 
 
@@ -344,12 +370,14 @@ def test_end_of_all_groups_and_of_the_program_is_quiet(capfd):
 
 @pytest.mark.gpu
 def test_gradients_of_any_stream_are_averaged_on_gpus():
-    """Not run on a GPU. The inputs are moved to the rank's own; one GPU may serve both ranks."""
+    """Not run on a GPU. Inputs move to the rank's own; one may serve both ranks."""
 
     def train(rank, world_size):
         device = torch.device("cuda", rank % torch.cuda.device_count())
         module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).to(device)
-        model = DistributedDataParallel(module, device_ids=[device.index], bucket_cap_mb=1)
+        model = DistributedDataParallel(
+            module, device_ids=[device.index], bucket_cap_mb=1
+        )
         X = torch.randn(64, 512, generator=torch.Generator().manual_seed(rank))
         with torch.cuda.stream(torch.cuda.Stream(device)):
             for _ in range(3):

@@ -16,7 +16,13 @@ import torch
 from helpers import close, grads, randn
 from torch import nn
 
-from d2lpar import DataParallel, DataParallelModel, count_bytes, parallel_apply, replicate
+from d2lpar import (
+    DataParallel,
+    DataParallelModel,
+    count_bytes,
+    parallel_apply,
+    replicate,
+)
 from d2lpar.data_parallel.scattering import tensors_of
 from d2lpar.devices import to_device
 from d2lpar.models import lenet_layers
@@ -28,7 +34,7 @@ linear = partial(nn.Linear, dtype=torch.float64)
 
 
 class Apply(nn.Module):
-    """A module that does what a function does, with ``self`` and whatever it is called with."""
+    """A module that does what a function does, with ``self`` and all arguments."""
 
     def __init__(self, forward, **parts):
         super().__init__()
@@ -55,7 +61,9 @@ def storages(module):
 # The definition: the module on shards is the module on the whole batch.
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("k", [1, 3])
 def test_on_k_devices_it_trains_as_on_one(k, device):
     plain, ours = mlp(), mlp().to(device)
@@ -90,13 +98,20 @@ def buffer_with_gradient():
 
 def parameter_list():
     weights = nn.ParameterList([randn(4, 5), randn(5, 3)])
-    return Apply(lambda self, X: torch.tanh(X @ self.weights[0]) @ self.weights[1], weights=weights)
+    return Apply(
+        lambda self, X: torch.tanh(X @ self.weights[0]) @ self.weights[1],
+        weights=weights,
+    )
 
 
 MODULES = {  # name: (build, batch, dimension of the rows)
     "frozen": (frozen, randn(7, 4), 0),
     "tied": (tied, randn(7, 4), 0),
-    "weight_norm": (lambda: nn.utils.parametrizations.weight_norm(linear(4, 3)), randn(7, 4), 0),
+    "weight_norm": (
+        lambda: nn.utils.parametrizations.weight_norm(linear(4, 3)),
+        randn(7, 4),
+        0,
+    ),
     "buffer with gradient": (buffer_with_gradient, randn(7, 4), 0),
     "parameters in a list": (parameter_list, randn(7, 4), 0),
     "LSTM": (lambda: nn.LSTM(4, 3, num_layers=2).double(), randn(5, 7, 4), 1),
@@ -129,7 +144,9 @@ def test_double_backward_is_that_of_the_plain_module():
     ours = deepcopy(plain)
     for module in (plain, DataParallel(ours, [CPU] * 3)):
         inputs = [X.clone().requires_grad_(), *module.parameters()]
-        first = torch.autograd.grad((module(inputs[0]) ** 2).sum(), inputs, create_graph=True)
+        first = torch.autograd.grad(
+            (module(inputs[0]) ** 2).sum(), inputs, create_graph=True
+        )
         sum((grad**2).sum() for grad in first).backward()
     close(grads(ours), grads(plain))
 
@@ -139,13 +156,18 @@ def test_double_backward_is_that_of_the_plain_module():
     [
         (torch.bfloat16, [256, 1, 1], 258),  # 256 + 1 is 256
         (torch.float16, [2048, 1, 1], 2050),
-        (torch.float32, [2**24, 1, 1], 2**24),  # from the first device on; else 2**24 + 2
+        # from the first device on; else 2**24 + 2
+        (torch.float32, [2**24, 1, 1], 2**24),
         (torch.float32, [1, 1, 2**24], 2**24 + 2),
     ],
 )
-def test_gradients_are_added_in_order_and_low_precision_is_rounded_once(dtype, values, expected):
+def test_gradients_are_added_in_order_and_low_precision_is_rounded_once(
+    dtype, values, expected
+):
     module = nn.Linear(1, 1, bias=False, dtype=dtype)
-    DataParallel(module, [CPU] * 3)(torch.tensor(values, dtype=dtype)[:, None]).sum().backward()
+    DataParallel(module, [CPU] * 3)(
+        torch.tensor(values, dtype=dtype)[:, None]
+    ).sum().backward()
     assert module.weight.grad.dtype == dtype
     assert module.weight.grad.item() == expected
 
@@ -155,7 +177,10 @@ def test_backward_may_run_in_several_threads():
     loss = DataParallel(module, TWO)(X).sum()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: loss.backward(retain_graph=True), range(20)))
-    close(grads(module), list(torch.autograd.grad(20 * module(X).sum(), [*module.parameters()])))
+    close(
+        grads(module),
+        list(torch.autograd.grad(20 * module(X).sum(), [*module.parameters()])),
+    )
 
 
 # Replicas.
@@ -209,8 +234,12 @@ def test_without_gradients_nothing_is_recorded(mode):
     with mode():
         output = DataParallel(module, TWO)(X)
         replicas = replicate(module, TWO)
-    assert not output.requires_grad and output.is_inference() == (mode is torch.inference_mode)
-    assert not any(p.requires_grad for replica in replicas for p in replica.parameters())
+    assert not output.requires_grad and output.is_inference() == (
+        mode is torch.inference_mode
+    )
+    assert not any(
+        p.requires_grad for replica in replicas for p in replica.parameters()
+    )
 
 
 def test_what_is_one_in_the_module_is_one_in_the_replica():
@@ -221,7 +250,10 @@ def test_what_is_one_in_the_module_is_one_in_the_replica():
     module.parts = [module[0], "words", module.zero]
     module.by_name = {"layer": module[0], "word": 1}
     module.words = ["a", ["b"]]
-    module.nested, module.method = {"pairs": [(module[0], module.zero)]}, module.again.forward
+    module.nested, module.method = (
+        {"pairs": [(module[0], module.zero)]},
+        module.again.forward,
+    )
     for replica in replicate(module, TWO):
         assert replica[0].weight is replica[1][0].weight
         assert replica.again is replica[1]
@@ -244,7 +276,9 @@ def test_each_module_has_its_thread_its_arguments_and_its_place():
         return args, kwargs, threading.get_ident()
 
     inputs, kwargs = [(1, 2), [3, 4], {"a": 5}, "six", ()], [{"b": i} for i in range(5)]
-    found, options, threads = zip(*parallel_apply([Apply(meet)] * 5, inputs, kwargs), strict=True)
+    found, options, threads = zip(
+        *parallel_apply([Apply(meet)] * 5, inputs, kwargs), strict=True
+    )
     assert list(found) == [(1, 2), (3, 4), ({"a": 5},), ("six",), ()]
     assert list(options) == kwargs
     assert len(set(threads)) == 5 and threads[0] == threading.get_ident()
@@ -282,7 +316,7 @@ def test_the_ledger_counts_in_every_thread():
     assert ledger.bytes == {(0, 9): 4, (1, 9): 8, (2, 9): 12}
 
 
-def test_of_several_exceptions_the_first_by_position_comes_with_a_note_when_all_have_ended():
+def test_of_several_exceptions_the_first_by_position_comes_with_a_note_when_all_ended():
     failed, ended = threading.Event(), []
 
     def fail(self, i):
@@ -310,7 +344,9 @@ def test_nested_inputs_and_outputs(n):
         return {"sum": [X + y * scale], "out": (Pair(extra["E"], None), "words")}
 
     X, y, E = randn(n, 2), randn(n, 2, seed=1), randn(n, seed=2)
-    output = DataParallel(Apply(forward), [CPU] * 3)({"pair": Pair(X, y)}, 3, extra={"E": E})
+    output = DataParallel(Apply(forward), [CPU] * 3)(
+        {"pair": Pair(X, y)}, 3, extra={"E": E}
+    )
     assert list(output) == ["sum", "out"] and type(output["out"][0]) is Pair
     close(output["sum"], [X + y * 3])
     assert torch.equal(output["out"][0].x, E) and output["out"][1] == "words"
@@ -356,12 +392,14 @@ def test_one_iteration_moves_exactly_the_batch_the_outputs_and_the_parameters():
     module = nn.Sequential(linear(6, 5), nn.BatchNorm1d(5).double(), linear(5, 2))
     with count_bytes() as ledger:
         total = DataParallel(module, [CPU] * k)(X).sum()
-        backward = threading.Thread(target=total.backward)  # as on GPUs, where it has its own
+        # as on GPUs, where it has its own
+        backward = threading.Thread(target=total.backward)
         backward.start()
         backward.join()
 
     inputs, buffers, outputs = 2 * 6 * 8, (5 + 5 + 1) * 8, 2 * 2 * 8
-    there = {(0, i): inputs + size + buffers + outputs for i in range(1, k)}  # their gradients, too
+    # their gradients, too
+    there = {(0, i): inputs + size + buffers + outputs for i in range(1, k)}
     assert ledger.bytes == there | {(i, 0): outputs + size for i in range(1, k)}
 
 
@@ -370,7 +408,10 @@ def test_nothing_is_kept_when_all_is_done_or_has_failed():
     gc.disable()
     try:
         data_parallel = DataParallel(mlp(), [CPU] * 3)
-        dead = [weakref.ref(data_parallel.module), weakref.ref(data_parallel.module[0].weight)]
+        dead = [
+            weakref.ref(data_parallel.module),
+            weakref.ref(data_parallel.module[0].weight),
+        ]
         data_parallel(randn(6, 4)).sum().backward()
         modules = [Apply(lambda self, mine: 1 / (1 - mine)) for _ in range(3)]
         dead += [weakref.ref(module) for module in modules]
@@ -385,7 +426,9 @@ def test_nothing_is_kept_when_all_is_done_or_has_failed():
 def test_it_is_a_module_like_any_other():
     module, X = mlp(), randn(5, 4)
     data_parallel = DataParallel(module, ("cpu:0", CPU))
-    assert list(data_parallel.state_dict()) == [f"module.{name}" for name in module.state_dict()]
+    assert list(data_parallel.state_dict()) == [
+        f"module.{name}" for name in module.state_dict()
+    ]
     for other in (pickle.loads(pickle.dumps(data_parallel)), deepcopy(data_parallel)):
         assert torch.equal(other(X), data_parallel(X))
         assert not storages(other) & storages(module)
@@ -397,7 +440,10 @@ def test_it_is_a_module_like_any_other():
 
 def test_parameters_are_torchs():
     ours, theirs = (
-        [(p.name, p.default, p.kind) for p in inspect.signature(kind).parameters.values()]
+        [
+            (p.name, p.default, p.kind)
+            for p in inspect.signature(kind).parameters.values()
+        ]
         for kind in (DataParallel, nn.DataParallel)
     )
     assert ours == theirs
@@ -424,20 +470,44 @@ def compiled_in_place():
 
 ERRORS = [
     (lambda: replicate(mlp(), []), ValueError, "devices is empty"),
-    (lambda: replicate(mlp(), ["meta"]), ValueError, r"0\.weight is on cpu: move the module to me"),
+    (
+        lambda: replicate(mlp(), ["meta"]),
+        ValueError,
+        r"0\.weight is on cpu: move the module to me",
+    ),
     (lambda: replicate(nn.LazyLinear(3), TWO), ValueError, "dummy batch"),
     (
         lambda: replicate(torch.compile(nn.ReLU(), backend="eager"), TWO),
         TypeError,
         "^the module is compiled: only ",
     ),
-    (lambda: replicate(compiled_in_place(), TWO), TypeError, "^1 is compiled: only the orig"),
+    (
+        lambda: replicate(compiled_in_place(), TWO),
+        TypeError,
+        "^1 is compiled: only the orig",
+    ),
     (lambda: parallel_apply([mlp()] * 2, [()]), ValueError, "shorter"),
     (lambda: parallel_apply([mlp()], [()], [{}] * 2), ValueError, "longer"),
-    (lambda: DataParallel(mlp(), "cpu"), TypeError, "must be a list of devices, not 'cpu'"),
-    (lambda: DataParallel(mlp(), TWO, "cuda:99"), ValueError, "there is no device 'cuda:99'"),
-    (lambda: DataParallel(mlp(), TWO)(randn(4, 4), randn(3)), ValueError, "differ in dimension 0"),
-    (lambda: DataParallel(mlp(), TWO)(randn(4, 5)), RuntimeError, "shapes cannot be multiplied"),
+    (
+        lambda: DataParallel(mlp(), "cpu"),
+        TypeError,
+        "must be a list of devices, not 'cpu'",
+    ),
+    (
+        lambda: DataParallel(mlp(), TWO, "cuda:99"),
+        ValueError,
+        "there is no device 'cuda:99'",
+    ),
+    (
+        lambda: DataParallel(mlp(), TWO)(randn(4, 4), randn(3)),
+        ValueError,
+        "differ in dimension 0",
+    ),
+    (
+        lambda: DataParallel(mlp(), TWO)(randn(4, 5)),
+        RuntimeError,
+        "shapes cannot be multiplied",
+    ),
 ]
 
 
@@ -448,7 +518,8 @@ def test_errors_name_what_is_wrong(call, error, words):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")  # torch's own, of unlike GPUs and of copied LSTM weights
+# torch's own, of unlike GPUs and of copied LSTM weights
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["frozen", "tied", "weight_norm", "LSTM"])
 def test_on_gpus_it_is_torchs_own(name):
     if torch.cuda.device_count() < 2:

@@ -17,7 +17,14 @@ SIZES, RANKS = st.integers(0, 60), st.integers(1, 9)
 EPOCHS, SEEDS = st.integers(-2, 5), st.integers(0, 5)
 
 
-@given(n=SIZES, k=RANKS, epoch=EPOCHS, seed=SEEDS, shuffle=st.booleans(), drop_last=st.booleans())
+@given(
+    n=SIZES,
+    k=RANKS,
+    epoch=EPOCHS,
+    seed=SEEDS,
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
 def test_sequences_and_attributes_are_torchs(n, k, epoch, seed, shuffle, drop_last):
     before = torch.get_rng_state()
     for rank in range(k):
@@ -30,7 +37,8 @@ def test_sequences_and_attributes_are_torchs(n, k, epoch, seed, shuffle, drop_la
         assert list(ours) == list(theirs) and len(ours) == len(theirs)
         for name, value in vars(theirs).items():
             assert getattr(ours, name) == value, name
-    assert torch.equal(torch.get_rng_state(), before)  # no number of the program's is used up
+    # no number of the program's is used up
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_parameters_are_torchs_and_then_ours():
@@ -42,9 +50,13 @@ def test_parameters_are_torchs_and_then_ours():
 
 
 @given(n=SIZES, k=RANKS, epoch=EPOCHS, seed=SEEDS, shuffle=st.booleans())
-def test_without_padding_each_example_is_dealt_out_once_in_one_order(n, k, epoch, seed, shuffle):
+def test_without_padding_each_example_is_dealt_out_once_in_one_order(
+    n, k, epoch, seed, shuffle
+):
     generator = torch.Generator().manual_seed(seed + epoch)
-    order = torch.randperm(n, generator=generator).tolist() if shuffle else list(range(n))
+    order = (
+        torch.randperm(n, generator=generator).tolist() if shuffle else list(range(n))
+    )
     for rank in range(k):
         sampler = DistributedSampler(range(n), k, rank, shuffle, seed, pad=False)
         sampler.set_epoch(epoch)
@@ -79,7 +91,9 @@ def test_a_rank_goes_on_where_it_was(n, k, pad, data):
 def test_a_data_loader_reads_the_ranks_own_examples_and_resumes(batched):
     X = 10 * torch.arange(23)
     sampler = DistributedSampler(X, num_replicas=2, rank=1, pad=False)
-    how = {"batch_sampler": BatchSampler(sampler, 4, drop_last=False)} if batched else {}
+    how = (
+        {"batch_sampler": BatchSampler(sampler, 4, drop_last=False)} if batched else {}
+    )
     batches = DataLoader(X, **how or {"batch_size": 4, "sampler": sampler})
     seen = [batch.tolist() for batch in batches]
     assert seen == [part.tolist() for part in X[list(sampler)].split(4)]
@@ -88,7 +102,10 @@ def test_a_data_loader_reads_the_ranks_own_examples_and_resumes(batched):
 
 
 def asks_the_process_group(rank, world_size):
-    told = [DistributedSampler(range(11), k, r) for k, r in [(None, None), (4, None), (4, 3)]]
+    told = [
+        DistributedSampler(range(11), k, r)
+        for k, r in [(None, None), (4, None), (4, 3)]
+    ]
     assert [(s.num_replicas, s.rank) for s in told] == [(2, rank), (4, rank), (4, 3)]
 
 
@@ -100,12 +117,24 @@ make = partial(DistributedSampler, range(7), 2, 1)
     ("call", "error", "words"),
     [
         (lambda: DistributedSampler(range(4)), ValueError, "init_process_group"),
-        (lambda: DistributedSampler(range(4), 2, 2), ValueError, "num_replicas - 1 = 1, not 2"),
-        (lambda: DistributedSampler(range(4), 2, -1), ValueError, "num_replicas - 1 = 1, not -1"),
+        (
+            lambda: DistributedSampler(range(4), 2, 2),
+            ValueError,
+            "num_replicas - 1 = 1, not 2",
+        ),
+        (
+            lambda: DistributedSampler(range(4), 2, -1),
+            ValueError,
+            "num_replicas - 1 = 1, not -1",
+        ),
         (lambda: DistributedSampler(range(4), 2.0, 0), TypeError, "integer"),
         (lambda: make(drop_last=True, pad=False), ValueError, r"drop_last.*pad=False"),
         (lambda: make().set_epoch(1.0), TypeError, "integer"),
-        (lambda: make().set_epoch(1, 5), ValueError, "start must be from 0 to 4, not 5"),
+        (
+            lambda: make().set_epoch(1, 5),
+            ValueError,
+            "start must be from 0 to 4, not 5",
+        ),
     ],
 )
 def test_errors(call, error, words):

@@ -40,17 +40,26 @@ def batches(draw):
 
     def tensor(shape, dtype):
         shape = [n, *shape] + [2] * (dim in (1, -2))
-        return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype).movedim(0, dim)
+        return (
+            torch.arange(torch.Size(shape).numel())
+            .reshape(shape)
+            .to(dtype)
+            .movedim(0, dim)
+        )
 
     shapes = st.lists(st.integers(0, 3), max_size=2)
     dtypes = st.sampled_from([torch.float32, torch.int64, torch.bool, torch.bfloat16])
-    leaves = st.builds(tensor, shapes, dtypes) | st.sampled_from([None, 7, 2.5, "x", True])
+    leaves = st.builds(tensor, shapes, dtypes) | st.sampled_from(
+        [None, 7, 2.5, "x", True]
+    )
     trees = st.recursive(
         leaves,
         lambda parts: (
             st.lists(parts, max_size=3)
             | st.lists(parts, max_size=3).map(tuple)
-            | st.dictionaries(st.sampled_from("cab") | st.integers(0, 2), parts, max_size=3)
+            | st.dictionaries(
+                st.sampled_from("cab") | st.integers(0, 2), parts, max_size=3
+            )
             | st.builds(Pair, parts, parts)
         ),
         max_leaves=6,
@@ -66,7 +75,9 @@ def test_gather_is_the_reverse_of_scatter(batch, k):
     assert same(gather(shards, CPU, dim), tree)
 
 
-@pytest.mark.parametrize("device", ["cpu:0", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", ["cpu:0", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("k", [1, 2, 3, 8])
 def test_a_tensor_is_split_as_split_batch_splits_it(k, device):
     devices = [torch.device(device)] * k
@@ -90,7 +101,8 @@ def test_containers_are_rebuilt_with_their_types():
         a, z = defaultdict(list, a=rows(3)[part]), OrderedDict(z=rows(3)[part], y=4)
         assert same(shard, (a, z, [], thing))
         assert shard[0]["new"] == []
-    assert "new" not in groups and len(groups["a"]) == 3  # the caller's own is as it was
+    # the caller's own is as it was
+    assert "new" not in groups and len(groups["a"]) == 3
     assert gather([shard[0] for shard in shards], CPU).default_factory is list
     assert shards[0][2] is not shards[1][2]  # nor do two devices share a list
     assert scatter(Counter(a=2), TWO) == [Counter(a=2)] * 2  # which counts in update
@@ -115,7 +127,9 @@ def test_gradients_flow_back_to_where_they_belong():
     sum((i + 2) * (shard["X"] ** 2).sum() for i, shard in enumerate(shards)).backward()
     assert torch.equal(X.grad, 8 * X.detach() * torch.tensor([[2], [2], [3]]))
     parts = [rows(n, 2).requires_grad_() for n in (2, 0, 1)]
-    (gather([{"x": part} for part in parts], CPU)["x"] * (rows(3, 2) + 1)).sum().backward()
+    (
+        gather([{"x": part} for part in parts], CPU)["x"] * (rows(3, 2) + 1)
+    ).sum().backward()
     assert [part.grad.tolist() for part in parts] == [[[1, 2], [3, 4]], [], [[5, 6]]]
 
 
@@ -124,7 +138,8 @@ def test_the_ledger_counts_shards_and_their_gradients():
     with count_bytes() as ledger:
         shards = scatter((X, y), [CPU] * 3)
         (shards[0][0].sum() + shards[1][0].sum()).backward()
-    assert X.grad[4].tolist() == [0, 0, 0]  # the third shard is not used, and sends nothing back
+    # the third shard is not used, and sends nothing back
+    assert X.grad[4].tolist() == [0, 0, 0]
     assert ledger.bytes == {(0, 1): 2 * (24 + 4), (0, 2): 24 + 4, (1, 0): 2 * 24}
     assert ledger.messages == {(0, 1): 2, (0, 2): 2, (1, 0): 1}
     with count_bytes() as ledger:
@@ -154,18 +169,58 @@ X = rows(2, 3)
 ERRORS = [
     (lambda: scatter(X, []), ValueError, "devices is empty"),
     (lambda: scatter(X, "cpu"), TypeError, "must be a list of devices, not "),
-    (lambda: scatter((rows(4, 2), [rows(3)]), TWO), ValueError, r"4, 2\] and \[3\] differ"),
+    (
+        lambda: scatter((rows(4, 2), [rows(3)]), TWO),
+        ValueError,
+        r"4, 2\] and \[3\] differ",
+    ),
     (lambda: scatter((X, rows(2, 2)), TWO, -1), ValueError, "differ in dimension -1"),
-    (lambda: scatter(torch.tensor(1), TWO), ValueError, r"shape \[\] has .* Python number"),
-    (lambda: scatter([pack_sequence([X])], TWO), TypeError, "cannot split a PackedSequence"),
+    (
+        lambda: scatter(torch.tensor(1), TWO),
+        ValueError,
+        r"shape \[\] has .* Python number",
+    ),
+    (
+        lambda: scatter([pack_sequence([X])], TWO),
+        TypeError,
+        "cannot split a PackedSequence",
+    ),
     (lambda: scatter(X, TWO, -3), ValueError, r"shape \[2, 3\] has no dimension -3 "),
-    (lambda: gather([{"a": X}, {"b": X}], CPU), ValueError, r"0 is a dict with .*'a'\], but .*'b'"),
-    (lambda: gather([X, X, {3: X}], CPU), ValueError, "output 0 is a tensor, but output 2 is a di"),
-    (lambda: gather([(X, X), (X,)], CPU), ValueError, "a tuple of 2, but output 1 is a tuple of 1"),
-    (lambda: gather([[X], (X,)], CPU), ValueError, "a list of 1, but output 1 is a tuple of 1"),
-    (lambda: gather(["a", "b"], CPU), ValueError, "output 0 is 'a', but output 1 is 'b'"),
-    (lambda: gather([[X, {1}], [X, {1}]], CPU), TypeError, "cannot gather a set: return tensors"),
-    (lambda: gather([pack_sequence([X])] * 2, CPU), TypeError, "cannot gather a PackedSequence"),
+    (
+        lambda: gather([{"a": X}, {"b": X}], CPU),
+        ValueError,
+        r"0 is a dict with .*'a'\], but .*'b'",
+    ),
+    (
+        lambda: gather([X, X, {3: X}], CPU),
+        ValueError,
+        "output 0 is a tensor, but output 2 is a di",
+    ),
+    (
+        lambda: gather([(X, X), (X,)], CPU),
+        ValueError,
+        "a tuple of 2, but output 1 is a tuple of 1",
+    ),
+    (
+        lambda: gather([[X], (X,)], CPU),
+        ValueError,
+        "a list of 1, but output 1 is a tuple of 1",
+    ),
+    (
+        lambda: gather(["a", "b"], CPU),
+        ValueError,
+        "output 0 is 'a', but output 1 is 'b'",
+    ),
+    (
+        lambda: gather([[X, {1}], [X, {1}]], CPU),
+        TypeError,
+        "cannot gather a set: return tensors",
+    ),
+    (
+        lambda: gather([pack_sequence([X])] * 2, CPU),
+        TypeError,
+        "cannot gather a PackedSequence",
+    ),
     (lambda: gather([X, rows(2, 4)], CPU), RuntimeError, "Sizes of tensors must match"),
     (lambda: gather([X, X.sum()], CPU), RuntimeError, "zero-dimensional"),
 ]
@@ -182,7 +237,11 @@ def test_errors_name_what_does_not_fit(call, error, words):
 def test_on_gpus_shards_and_gradients_are_those_of_torch(n):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    devices, results, theirs = [torch.device("cuda", i) for i in range(2)], [], torch.nn.parallel
+    devices, results, theirs = (
+        [torch.device("cuda", i) for i in range(2)],
+        [],
+        torch.nn.parallel,
+    )
     for split, join in ((scatter, gather), (theirs.scatter, theirs.gather)):
         X = rows(n, 2).cuda(0).requires_grad_()
         batch = X, {"y": [rows(n).cuda(0)], "z": Pair(rows(n).cuda(0), None)}

@@ -12,9 +12,13 @@ from d2lpar.data_parallel.state_sharing import share_state, share_tensors
 
 def model(rank):
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    module.register_buffer("mask", torch.tensor([rank == 0, rank == 1]), persistent=False)
+    module.register_buffer(
+        "mask", torch.tensor([rank == 0, rank == 1]), persistent=False
+    )
     module.register_buffer("turned", torch.zeros(2, 3).t())
-    module.sixteen = nn.Parameter(torch.zeros(3, dtype=torch.float16), requires_grad=False)
+    module.sixteen = nn.Parameter(
+        torch.zeros(3, dtype=torch.float16), requires_grad=False
+    )
     for tensor in (*module.parameters(), *module[1].buffers(), module.turned):
         tensor.data.fill_(rank)
     return module
@@ -42,7 +46,7 @@ def takes_one_ranks_state(rank, k):
 
 
 def sends_few_messages(rank, k):
-    """As float32 travel, in this order, 12 bytes and five times 80 and 16; then int64, and bool."""
+    """As float32: 12 bytes, then five times 80 and 16; after these, int64 and bool."""
     for limit, messages in ((2**20, 1 + 2), (100, 6 + 2), (1, 11 + 2)):
         state_sharing.MESSAGE_BYTES = limit
         module = nn.Sequential(*[nn.Linear(5, 4) for _ in range(5)])
@@ -91,8 +95,16 @@ DIFFERENCES = [  # what rank 2 does to its module, what rank 0 has, and what ran
     (lambda m: m.insert(0, nn.Linear(2, 4)), WEIGHT, "0.weight, float32 [4, 2]"),
     (lambda m: m[0].double(), WEIGHT, "0.weight, float64 [3, 2]"),
     (reordered, WEIGHT, "0.bias, float32 [3]"),
-    (lambda m: m[1].register_buffer("late", torch.zeros(1)), "nothing more", "1.late, float32 [1]"),
-    (lambda m: m[1].register_buffer("running_mean", None), "1.running_mean, float32 [3]", ""),
+    (
+        lambda m: m[1].register_buffer("late", torch.zeros(1)),
+        "nothing more",
+        "1.late, float32 [1]",
+    ),
+    (
+        lambda m: m[1].register_buffer("running_mean", None),
+        "1.running_mean, float32 [3]",
+        "",
+    ),
     (lambda m: m[1].requires_grad_(False), SCALE, SCALE + " (frozen)"),
     (turned, WEIGHT, WEIGHT + " with strides [1, 3]"),
 ]

@@ -1,10 +1,20 @@
-"""Ranks with fewer batches than others (join), or with fewer rows in them (weight="rows")."""
+"""Ranks with fewer batches (join), or with fewer rows in them (weight="rows")."""
 
 from functools import partial
 
 import pytest
 import torch
-from helpers import attempt, breaks, clones, close, everyones, grads, mlp, on_ranks, randn
+from helpers import (
+    attempt,
+    breaks,
+    clones,
+    close,
+    everyones,
+    grads,
+    mlp,
+    on_ranks,
+    randn,
+)
 from torch import nn
 
 from d2lpar import DistributedDataParallel
@@ -32,7 +42,7 @@ def step(model, rank, i):
 
 
 def joins(wrap, rank, k, counts, broadcast_buffers=True, **options):
-    """A loop of one number of batches per rank; what all then have, and some plain steps after."""
+    """A loop of ``counts[rank]`` batches; what all then have, and after plain steps."""
     model = wrap(norm(), broadcast_buffers=broadcast_buffers)
     with model.join(**options):
         for i in range(counts[rank]):
@@ -87,7 +97,11 @@ def leaves_what_torchs_leaves(scenario, rank, k):
 
 
 test_join_is_torchs = on_ranks(
-    3, {name: partial(leaves_what_torchs_leaves, scenario) for name, scenario in SCENARIOS.items()}
+    3,
+    {
+        name: partial(leaves_what_torchs_leaves, scenario)
+        for name, scenario in SCENARIOS.items()
+    },
 )
 
 
@@ -99,12 +113,14 @@ def passes_without_gradients(rank, k):
             with torch.no_grad():
                 model(randn(5, 3, seed=rank))
             step(model, rank, i)
-    first, *others = everyones([tensor.tolist() for tensor in model.state_dict().values()])
+    first, *others = everyones(
+        [tensor.tolist() for tensor in model.state_dict().values()]
+    )
     assert all(first == other for other in others) and first[-1] == 2 * k
 
 
 def drops_a_gradient(rank, k):
-    """A parameter that only a rank that has left used keeps no gradient on the others."""
+    """A parameter used only by a rank that has left keeps no gradient on the others."""
     model = DistributedDataParallel(nn.ModuleList(nn.Linear(3, 1) for _ in range(2)))
     model.module.forward = lambda X: model.module[rank > 0](X)
     with model.join():
@@ -127,7 +143,10 @@ def mean_over_all_rows(rank, k):
     whole = mlp(6, 5, 1)
     mean(whole(X)).backward()
     for cap in (25, 1e-4):
-        model, equal = ROWS(mlp(6, 5, 1), bucket_cap_mb=cap), DistributedDataParallel(mlp(6, 5, 1))
+        model, equal = (
+            ROWS(mlp(6, 5, 1), bucket_cap_mb=cap),
+            DistributedDataParallel(mlp(6, 5, 1)),
+        )
         for _ in range(2):  # the rows of the first step are not counted in the second
             model.zero_grad()
             mean(model(X[begin:end])).backward()
@@ -141,7 +160,9 @@ def rows_of_two_passes(rank, k):
     X, sizes, whole = randn(3, 6), (2, 1, 1), mlp(6, 5, 1)
     total = sum(2 * n + 1 for n in sizes)
     for n in sizes:
-        ((mean(whole(X[:n])) + mean(whole(X[: n + 1]))) * (2 * n + 1) / total).backward()
+        (
+            (mean(whole(X[:n])) + mean(whole(X[: n + 1]))) * (2 * n + 1) / total
+        ).backward()
     first, second = X[: sizes[rank]], X[: sizes[rank] + 1]
     model = ROWS(mlp(6, 5, 1))
     with model.no_sync():
@@ -168,7 +189,11 @@ def two_backward_passes_also_after_one_that_broke(rank, k):
 
 
 def rows_in_join(rank, k):
-    X, model, whole = randn(3, 3, 4, 6), ROWS(mlp(6, 5, 1), bucket_cap_mb=1e-4), mlp(6, 5, 1)
+    X, model, whole = (
+        randn(3, 3, 4, 6),
+        ROWS(mlp(6, 5, 1), bucket_cap_mb=1e-4),
+        mlp(6, 5, 1),
+    )
     with model.join():
         for i in range(rank + 1):
             model.zero_grad()
@@ -185,8 +210,12 @@ def rows_in_join(rank, k):
 
 def complex_parameters(rank, k):
     module = nn.Module()
-    module.a, module.b = (nn.Parameter(torch.ones(2, dtype=t)) for t in (torch.cfloat, torch.float))
-    module.forward = lambda X: sum((param * X).abs().sum() for param in module.parameters())
+    module.a, module.b = (
+        nn.Parameter(torch.ones(2, dtype=t)) for t in (torch.cfloat, torch.float)
+    )
+    module.forward = lambda X: sum(
+        (param * X).abs().sum() for param in module.parameters()
+    )
     ROWS(module)(torch.full((1, 2), 1.0 + rank)).backward()
     assert [grad.tolist() for grad in grads(module)] == [[2, 2]] * 2
 
@@ -195,7 +224,9 @@ def refuses_what_cannot_be_weighted(rank, k):
     with pytest.raises(ValueError, match="tensor with rows"):
         ROWS(nn.Linear(2, 2))(3)
     mine = ("equal", "rows")[rank == 1]
-    with pytest.raises(ValueError, match=f"weight is '{mine}' on this rank, but not on all"):
+    with pytest.raises(
+        ValueError, match=f"weight is '{mine}' on this rank, but not on all"
+    ):
         DistributedDataParallel(nn.Linear(2, 2), weight=mine)
 
 

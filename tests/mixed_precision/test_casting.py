@@ -1,4 +1,4 @@
-"""Autocast: equal to torch.autocast to the bit, function by function and network by network."""
+"""Autocast: equal to torch.autocast to the bit, by function and by network."""
 
 import gc
 import threading
@@ -15,20 +15,27 @@ from d2lpar import DataParallel
 from d2lpar.mixed_precision import autocast, casting
 from d2lpar.models import lenet_layers, resnet, transformer
 
-each_dtype = pytest.mark.parametrize("dtype", casting.LOW_DTYPES, ids=["float16", "bfloat16"])
+each_dtype = pytest.mark.parametrize(
+    "dtype", casting.LOW_DTYPES, ids=["float16", "bfloat16"]
+)
 
 
 def ones(*shape):
     return torch.ones(shape, dtype=torch.long)
 
 
-# Functions, and their arguments: a tuple is the shape of random numbers between 0 and 1.
+# Functions, and their arguments: a tuple is the shape of random numbers between 0 and
+# 1.
 LOW = [
     ([partial(torch.conv2d, padding="same"), F.conv2d], (2, 3, 8, 8), (4, 3, 3, 3)),
     ([torch.conv_tbc], (10, 7, 3), (5, 3, 5), (5,), 0),
     ([torch.conv_transpose2d], (2, 3, 8, 8), (3, 4, 3, 3)),
     ([torch.bmm, partial(torch.einsum, "bij,bjk->bik")], (2, 3, 4), (2, 4, 5)),
-    ([torch.mm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__], (4, 4), (4, 4)),
+    (
+        [torch.mm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__],
+        (4, 4),
+        (4, 4),
+    ),
     ([torch.Tensor.__rmatmul__, partial(torch.tensordot, dims=1)], (4, 4), (4, 4)),
     ([torch.linalg.vecdot], (3, 4), (3, 4)),
     ([torch.addmm, torch.Tensor.addmm], (5,), (3, 4), (4, 5)),
@@ -38,17 +45,38 @@ LOW = [
     ([F.scaled_dot_product_attention], *[(2, 4, 6, 8)] * 3),
     ([torch.linalg.multi_dot], [(3, 4), (4, 5), (5, 6)]),
 ]
-OF_PAIRS = [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.poisson_nll_loss, torch.cdist]
+OF_PAIRS = [
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.poisson_nll_loss,
+    torch.cdist,
+]
 OF_PAIRS += [F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div]
-OF_CLASSES = [partial(F.cross_entropy, label_smoothing=0.1), F.nll_loss, F.multi_margin_loss]
-OF_MATRICES = [torch.prod, torch.Tensor.prod, torch.trace, torch.inverse, torch.linalg.inv]
+OF_CLASSES = [
+    partial(F.cross_entropy, label_smoothing=0.1),
+    F.nll_loss,
+    F.multi_margin_loss,
+]
+OF_MATRICES = [
+    torch.prod,
+    torch.Tensor.prod,
+    torch.trace,
+    torch.inverse,
+    torch.linalg.inv,
+]
 OF_MATRICES += [torch.linalg.svdvals, torch.fft.rfft, partial(torch.quantile, q=0.3)]
 POOLS = [F.avg_pool3d, F.adaptive_avg_pool3d, F.adaptive_max_pool3d, F.max_pool3d]
 FULL = [
     (OF_PAIRS, (4, 5), (4, 5)),
     (OF_CLASSES, (4, 5), ones(4)),
     ([F.cross_entropy, torch._C._nn.nll_loss2d], (2, 5, 3, 3), ones(2, 3, 3)),
-    ([F.multilabel_margin_loss, F.soft_margin_loss, F.hinge_embedding_loss], (4, 5), ones(4, 5)),
+    (
+        [F.multilabel_margin_loss, F.soft_margin_loss, F.hinge_embedding_loss],
+        (4, 5),
+        ones(4, 5),
+    ),
     ([F.cosine_embedding_loss], (4, 5), (4, 5), ones(4)),
     ([F.triplet_margin_loss], (4, 5), (4, 5), (4, 5)),
     ([F.ctc_loss], (6, 1, 4), ones(1, 2), torch.tensor([6]), torch.tensor([2])),
@@ -76,7 +104,9 @@ def calls(table):
     """A test's cases: a function and its arguments."""
     of_all = [(function, args) for functions, *args in table for function in functions]
     names = [getattr(function, "func", function).__name__ for function, _ in of_all]
-    return [pytest.param(*case, id=name) for case, name in zip(of_all, names, strict=True)]
+    return [
+        pytest.param(*case, id=name) for case, name in zip(of_all, names, strict=True)
+    ]
 
 
 def computed(region, function, args, dtype):
@@ -112,7 +142,9 @@ def assert_same_bits(ours, theirs):
 def test_products_are_torchs_to_the_bit(function, args, dtype):
     ours = computed(autocast("cpu", dtype), function, args, torch.float32)
     assert ours[0].dtype == dtype
-    assert_same_bits(ours, computed(torch.autocast("cpu", dtype), function, args, torch.float32))
+    assert_same_bits(
+        ours, computed(torch.autocast("cpu", dtype), function, args, torch.float32)
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # soft_margin_loss on integers
@@ -122,10 +154,13 @@ def test_of_16_bit_arguments_all_others_are_torchs_to_the_bit(function, args, dt
     ours = computed(autocast("cpu", dtype), function, args, dtype)
     if any(function in functions for functions, *_ in FULL):
         assert ours[0].dtype in (torch.float32, torch.complex64)
-    assert_same_bits(ours, computed(torch.autocast("cpu", dtype), function, args, dtype))
+    assert_same_bits(
+        ours, computed(torch.autocast("cpu", dtype), function, args, dtype)
+    )
 
 
-# Of these names Python calls another: the function that a module or a user calls is in the lists.
+# Of these names Python calls another: the function that a module or a user calls is in
+# the lists.
 ELSEWHERE = {
     "cpu": {"_convolution", "mkldnn_rnn_layer", "_grid_sampler_2d_cpu_fallback"},
     "cuda": {"_cudnn_rnn"},
@@ -135,14 +170,23 @@ ELSEWHERE = {
 @pytest.mark.parametrize("device_type", casting.LISTS)
 def test_the_lists_have_what_torch_registers(device_type):
     key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device_type]
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)  # private, and complete
+    # private, and complete
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     names = {name.removeprefix("aten::").partition(".")[0] for name in registered}
     lists = casting.LISTS[device_type]
     assert names - set().union(*lists) <= ELSEWHERE[device_type]
-    assert not (lists.low & lists.full or lists.low & lists.widest or lists.full & lists.widest)
+    assert not (
+        lists.low & lists.full or lists.low & lists.widest or lists.full & lists.widest
+    )
 
 
-RANGE = [torch.exp, torch.sum, torch.norm, torch.linalg.norm, lambda x: F.layer_norm(x, (4,))]
+RANGE = [
+    torch.exp,
+    torch.sum,
+    torch.norm,
+    torch.linalg.norm,
+    lambda x: F.layer_norm(x, (4,)),
+]
 RANGE += [lambda x: x.softmax(0), lambda x: x**2, lambda x: 2**x, lambda x: 1 / x]
 
 
@@ -179,7 +223,9 @@ NETWORKS = {
 
 
 @each_dtype
-@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_are_torchs_to_the_bit(name, device_type, dtype):
     model, X = (each.to(device_type) for each in NETWORKS[name]())
@@ -209,7 +255,8 @@ def test_regions_nest_and_end(region):
         with pytest.raises(ZeroDivisionError), region("cpu", torch.float16):
             1 / 0  # noqa: B018
         found.append(dtype_of_product())
-        with region("cuda", enabled=False):  # of another device: leaves the one around it alone
+        # of another device: leaves the one around it alone
+        with region("cuda", enabled=False):
             found.append(dtype_of_product())
         outer = region("cpu", torch.float16)
         with outer, outer:  # again inside itself
@@ -236,7 +283,10 @@ def test_as_a_decorator_it_keeps_its_settings_also_where_a_function_calls_itself
         return [dtype_of_product()] + (product(depth - 1) if depth else [])
 
     assert product(2) == [torch.float16] * 3
-    assert (product.__name__, product.__doc__) == ("product", "Its name and docstring stay.")
+    assert (product.__name__, product.__doc__) == (
+        "product",
+        "Its name and docstring stay.",
+    )
     assert autocast("cpu", enabled=False)(dtype_of_product)() == torch.float32
     region = autocast("cpu", torch.float16, True, False, emulate=True)
     twin = region.for_thread()  # which a decorator enters in each call
@@ -244,7 +294,7 @@ def test_as_a_decorator_it_keeps_its_settings_also_where_a_function_calls_itself
         assert getattr(twin, name) == getattr(region, name)
 
 
-def test_only_float32_and_16_bits_of_the_regions_device_are_cast_but_not_in_place_or_into_out():
+def test_only_floats_of_the_regions_device_are_cast_but_not_in_place_or_into_out():
     ones, out = torch.ones(2, 2), torch.empty(2, 2)
     with autocast("cpu"):
         for dtype in (torch.float64, torch.long):
@@ -347,10 +397,15 @@ def test_emulation_rounds_arguments_and_result_and_is_float32_between(dtype):
 
 
 def test_what_is_made_of_others_is_named_and_stays_float32():
-    attention, first, X = nn.MultiheadAttention(8, 2), nn.Linear(8, 8), torch.randn(3, 2, 8)
+    attention, first, X = (
+        nn.MultiheadAttention(8, 2),
+        nn.Linear(8, 8),
+        torch.randn(3, 2, 8),
+    )
     for function, said in [
         (lambda: attention(X, X, X)[0], "multi_head_attention_forward computes"),
-        (lambda: attention(first(X), X, X)[0], "multi_head_attention_forward"),  # 16 and 32 bits
+        # 16 and 32 bits
+        (lambda: attention(first(X), X, X)[0], "multi_head_attention_forward"),
         (lambda: nn.LSTM(8, 8)(X)[0], r"lstm computes in float32: "),
         (lambda: F.local_response_norm(X.bfloat16()[None], 2), "local_response_norm"),
     ]:

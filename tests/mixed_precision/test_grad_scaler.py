@@ -1,4 +1,4 @@
-"""GradScaler: the scales and weights of torch's, whatever overflows when; and a divided sum."""
+"""GradScaler: scales and weights as torch's, whatever overflows; and a divided sum."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def backward(scaler, param, gradient):
 
 
 def train(scaler, gradients, second=False):
-    """Return each step's scale and weights; a gradient of None counts as one that is fine."""
+    """Return each step's scale and weights; a gradient of None counts as fine."""
     params = [weight(), weight(2.0)][: 1 + second]
     optimizers = [torch.optim.SGD([param], 0.1, momentum=0.9) for param in params]
     history = []
@@ -42,14 +42,18 @@ def train(scaler, gradients, second=False):
 
 
 @given(
-    st.lists(st.sampled_from([0.3, -1e-3, INF, -INF, NAN, 3e38]), min_size=1, max_size=40),
+    st.lists(
+        st.sampled_from([0.3, -1e-3, INF, -INF, NAN, 3e38]), min_size=1, max_size=40
+    ),
     st.integers(1, 5),
     st.sampled_from([1.3, 2.0, 10.0]),
     st.sampled_from([0.3, 0.5, 0.9]),
     st.sampled_from([1.0, 65536.0, 1e38]),
     st.booleans(),
 )
-def test_scales_and_weights_are_torchs(gradients, interval, growth, backoff, first, second):
+def test_scales_and_weights_are_torchs(
+    gradients, interval, growth, backoff, first, second
+):
     options = {"init_scale": first, "growth_factor": growth, "backoff_factor": backoff}
     options["growth_interval"] = interval
     ours = GradScaler(**options)
@@ -84,7 +88,11 @@ def test_a_skipped_step_leaves_the_weights_and_returns_none():
     scaler, params = GradScaler(init_scale=2.0), [weight(), weight()]
     optimizer = torch.optim.SGD(params, 1.0)
     optimizer.step = lambda: "stepped"
-    for gradients, expected in (((INF, 1), None), ((1, INF), None), ((1, 1), "stepped")):
+    for gradients, expected in (
+        ((INF, 1), None),
+        ((1, INF), None),
+        ((1, 1), "stepped"),
+    ):
         optimizer.zero_grad()
         for param, gradient in zip(params, gradients, strict=True):
             backward(scaler, param, gradient)
@@ -93,7 +101,9 @@ def test_a_skipped_step_leaves_the_weights_and_returns_none():
 
 
 def test_a_static_scale_stays_and_skips():
-    scaler = GradScaler(init_scale=128.0, growth_factor=1.0, backoff_factor=1.0, growth_interval=1)
+    scaler = GradScaler(
+        init_scale=128.0, growth_factor=1.0, backoff_factor=1.0, growth_interval=1
+    )
     first, second, third = train(scaler, [1.0, INF, 1.0])
     assert first == second and first[0] == third[0] == 128 and first[1] != third[1]
 
@@ -166,11 +176,19 @@ def test_nan_is_not_overflow():
         (lambda: GradScaler(growth_factor=0.5), ValueError, "growth_factor"),
         (lambda: GradScaler(backoff_factor=2), ValueError, "backoff_factor"),
         (lambda: GradScaler(128.0), TypeError, 'such as "cpu", not 128'),
-        (lambda: GradScaler().scale("loss"), TypeError, "a loss, or several, and not str"),
+        (
+            lambda: GradScaler().scale("loss"),
+            TypeError,
+            "a loss, or several, and not str",
+        ),
         (lambda: GradScaler().update(), RuntimeError, "update comes after step"),
         (lambda: GradScaler().update(0), ValueError, "new_scale has to be positive"),
         (lambda: GradScaler().load_state_dict({}), RuntimeError, "the state is empty"),
-        (lambda: GradScaler().step(torch.optim.SGD([weight()])), RuntimeError, "call backward"),
+        (
+            lambda: GradScaler().step(torch.optim.SGD([weight()])),
+            RuntimeError,
+            "call backward",
+        ),
         (lambda: predivide(0), ValueError, "factor has to be positive"),
     ],
 )
@@ -185,7 +203,9 @@ def test_what_cannot_be_is_refused(call, error, words):
 def scales_of(rank, world_size, agree):
     """Six steps of a parameter of this rank alone; rank 1 overflows in the fourth."""
     scaler = GradScaler(growth_interval=3, group=dist.group.WORLD if agree else None)
-    history = train(scaler, [INF if (rank, step) == (1, 3) else 1.0 for step in range(6)])
+    history = train(
+        scaler, [INF if (rank, step) == (1, 3) else 1.0 for step in range(6)]
+    )
     return [scale for scale, _ in history], history[-1][1]
 
 
@@ -218,7 +238,10 @@ def test_half_before_and_half_after_keeps_large_and_small():
     found, other = launch(averages, 2, timeout=LIMIT)
     assert found == other
     assert found["torch's", 1.0] == (float("inf"), 1)  # 40,000 + 40,000
-    assert found["torch's", 2.0] == (40_000, pytest.approx(4 / 3))  # 1.5 is rounded to 2
+    assert found["torch's", 2.0] == (
+        40_000,
+        pytest.approx(4 / 3),
+    )  # 1.5 is rounded to 2
     assert found["torch's", 2**0.5] == (pytest.approx(40_000, rel=2e-3), 1)
     for factor in (None, 1.0, 2.0):  # our buckets of 16 bits are float32
         assert found["ours", factor] == (40_000, 1)

@@ -1,4 +1,4 @@
-"""Opt levels: which casts each makes, master weights, and what resumes from a checkpoint."""
+"""Opt levels: their casts, master weights, and what a checkpoint resumes."""
 
 import copy
 from collections import OrderedDict, namedtuple
@@ -58,7 +58,9 @@ def dtypes(model, norm):
     """Those of BatchNorm's parameters and buffers, or those of the others."""
     state = [*model.named_parameters(), *model.named_buffers()]
     return {
-        x.dtype for name, x in state if x.is_floating_point() and name.startswith("norm") == norm
+        x.dtype
+        for name, x in state
+        if x.is_floating_point() and name.startswith("norm") == norm
     }
 
 
@@ -87,7 +89,11 @@ def test_a_level_casts_what_apexs_did(level):
 
 def test_loss_scale_and_keep_batchnorm_fp32_may_be_chosen():
     scaler = made("O2", loss_scale=128.0)[2]
-    assert (scaler.get_scale(), scaler.growth_factor, scaler.backoff_factor) == (128, 1, 1)
+    assert (scaler.get_scale(), scaler.growth_factor, scaler.backoff_factor) == (
+        128,
+        1,
+        1,
+    )
     assert not made("O1", loss_scale=1)[2].is_enabled()
     assert made("O0", loss_scale="dynamic")[2].get_scale() == 2**16
     assert not made("O1", dtype=torch.bfloat16)[2].is_enabled()
@@ -105,9 +111,14 @@ def test_a_step_moves_every_weight_in_every_level(level):
     scaler.update(2.0) if scaler.is_enabled() else None
     train(model, optimizer, scaler, 2)
     assert model.first.weight is model.second.weight  # tied weights stay tied
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before) == 7
+    assert (
+        sum(len(group["params"]) for group in optimizer.param_groups)
+        == len(before)
+        == 7
+    )
     for name, param in model.named_parameters():
-        assert name == "conv.bias" or not torch.equal(before[name], param)  # the norm removes it
+        # the norm removes it
+        assert name == "conv.bias" or not torch.equal(before[name], param)
         assert before[name].dtype == param.dtype
 
 
@@ -122,7 +133,8 @@ def test_replicas_and_copies_cast_with_their_own_weights(level):
     parallel = DataParallel(model, ["cpu", "cpu"])(X)["logits"]
     assert torch.allclose(parallel, whole + 1, atol=4e-3)
     for replica in replicate(model, ["cpu", "cpu"]):
-        assert replica.forward.__self__ is replica  # else all would use one device's weights
+        # else all would use one device's weights
+        assert replica.forward.__self__ is replica
     assert torch.equal(twin(X)["logits"], whole)
 
 
@@ -151,7 +163,9 @@ def test_masters_are_a_float32_run_of_rounded_weights():
     assert torch.equal(param, master.to(LOW))
 
 
-@pytest.mark.parametrize(("wrap", "end"), [(MasterWeights, 0), (lambda optimizer: optimizer, 1)])
+@pytest.mark.parametrize(
+    ("wrap", "end"), [(MasterWeights, 0), (lambda optimizer: optimizer, 1)]
+)
 def test_small_steps_add_up_in_masters_only(wrap, end):
     param = low(dtype=torch.bfloat16)
     optimizer = wrap(torch.optim.SGD([param], 1e-3))
@@ -179,7 +193,7 @@ def test_groups_and_schedulers_work_and_parameters_of_32_bits_are_their_own_mast
 
 @pytest.mark.parametrize("set_to_none", [True, False, None])
 def test_gradients_that_come_after_those_taken_are_taken_too(set_to_none):
-    """As after a skipped step, whose gradients the scaler has taken; None: without zero_grad."""
+    """As after a skipped step; None: without zero_grad."""
     param = low()
     optimizer = masters_of(param)
     param.grad = torch.full_like(param, float("inf"))
@@ -204,7 +218,10 @@ def test_gradients_that_come_after_those_taken_are_taken_too(set_to_none):
 @pytest.mark.parametrize("enabled", [True, False])
 def test_taken_gradients_may_be_clipped(enabled):
     param = low()
-    optimizer, scaler = masters_of(param, lr=1.0), GradScaler(init_scale=2.0**10, enabled=enabled)
+    optimizer, scaler = (
+        masters_of(param, lr=1.0),
+        GradScaler(init_scale=2.0**10, enabled=enabled),
+    )
     scaler.scale(3 * param).backward()
     scaler.unscale_(optimizer)
     (master,) = optimizer.param_groups[0]["params"]
@@ -214,7 +231,7 @@ def test_taken_gradients_may_be_clipped(enabled):
 
 
 def ranks_that_begin_apart_train_one_network(rank, world_size):
-    """What is written into the parameters, here by rank 0, is taken over into the masters."""
+    """What is written into the parameters is taken over into the masters."""
     torch.manual_seed(rank)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -276,7 +293,9 @@ def test_inputs_by_name_and_any_structure_are_cast():
 
     model = Takes()
     initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2")
-    output = model(Point(torch.ones(1, 2), torch.ones(1, dtype=torch.long)), b={"b": torch.ones(1)})
+    output = model(
+        Point(torch.ones(1, 2), torch.ones(1, dtype=torch.long)), b={"b": torch.ones(1)}
+    )
     assert output["kinds"] == (LOW, torch.long, LOW, torch.long)
     assert isinstance(output, OrderedDict)
     assert output["point"].x.dtype == torch.float32
@@ -304,7 +323,7 @@ def test_o2_casts_parameters_and_not_functions_unless_it_emulates():
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_checkpoint_resumes_bit_equal(level, tmp_path):
-    """Scaler and masters too: the scale grows after three steps, and small steps are in flight."""
+    """Scaler and masters too: the scale grows after three steps."""
     whole = made(level, lr=1e-3)
     whole[2].growth_interval = 3
     train(*whole, 2)
@@ -331,13 +350,29 @@ def test_what_is_refused_before_anything_changes():
     again = initialize(nn.Linear(2, 2), optimizer, "O1")[0]
     for options, error, words in [
         ({"opt_level": "O4"}, ValueError, "one of O0, O1, O2, O3, not 'O4'"),
-        ({"dtype": torch.float64}, ValueError, "float16 or torch.bfloat16, not torch.float64"),
-        ({"keep_batchnorm_fp32": True}, ValueError, "keep_batchnorm_fp32 is for O2 and O3"),
-        ({"opt_level": "O2", "keep_batchnorm_fp32": "False"}, ValueError, "a bool, not 'False'"),
+        (
+            {"dtype": torch.float64},
+            ValueError,
+            "float16 or torch.bfloat16, not torch.float64",
+        ),
+        (
+            {"keep_batchnorm_fp32": True},
+            ValueError,
+            "keep_batchnorm_fp32 is for O2 and O3",
+        ),
+        (
+            {"opt_level": "O2", "keep_batchnorm_fp32": "False"},
+            ValueError,
+            "a bool, not 'False'",
+        ),
         ({"loss_scale": "static"}, ValueError, "'dynamic' or positive, not 'static'"),
         ({"loss_scale": float("inf")}, ValueError, "'dynamic' or positive, not inf"),
         ({"opt_level": "O3", "loss_scale": 128.0}, ValueError, "rounded to zero again"),
-        ({"opt_level": "O3"}, RuntimeError, "state of float32 parameters, which O3 casts"),
+        (
+            {"opt_level": "O3"},
+            RuntimeError,
+            "state of float32 parameters, which O3 casts",
+        ),
         ({"model": wrapped}, TypeError, r"initialize model\.module"),
         ({"optimizer": None}, TypeError, r"torch\.optim's, not NoneType"),
         ({"model": again}, ValueError, "forward was replaced already"),
@@ -352,5 +387,9 @@ def test_masters_take_no_closure_and_no_state_of_others():
     optimizer = masters_of(low())
     with pytest.raises(TypeError, match="no closure"):
         optimizer.step(lambda: None)
-    with pytest.raises(ValueError, match=r"shapes \[\(3,\)\], the optimiser \[\(1,\)\]"):
-        optimizer.load_state_dict({**optimizer.state_dict(), "masters": [torch.ones(3)]})
+    with pytest.raises(
+        ValueError, match=r"shapes \[\(3,\)\], the optimiser \[\(1,\)\]"
+    ):
+        optimizer.load_state_dict(
+            {**optimizer.state_dict(), "masters": [torch.ones(3)]}
+        )

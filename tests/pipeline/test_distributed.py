@@ -1,4 +1,4 @@
-"""A pipeline between ranks: together they train the model that one process would train."""
+"""A pipeline between ranks: together they train the model that one process would."""
 
 import inspect
 import threading
@@ -30,7 +30,13 @@ from helpers import (
 from torch import nn
 
 from d2lpar import DistributedPipeline, Pipeline, count_bytes, cut, ranks
-from d2lpar.pipeline.schedules import Action, gpipe, one_f_one_b, own_actions, sequential
+from d2lpar.pipeline.schedules import (
+    Action,
+    gpipe,
+    one_f_one_b,
+    own_actions,
+    sequential,
+)
 from d2lpar.ranks.launcher import launch
 from d2lpar.ranks.point_to_point import HEADER
 
@@ -77,11 +83,21 @@ def dropping():
     return stages
 
 
-X_TOKENS, IGNORED = torch.arange(24).reshape(8, 3) % 11, torch.tensor([0, 2, 4, 1, 1, 1, 3, 1])
+X_TOKENS, IGNORED = (
+    torch.arange(24).reshape(8, 3) % 11,
+    torch.tensor([0, 2, 4, 1, 1, 1, 3, 1]),
+)
 WEIGHTED = nn.CrossEntropyLoss(weight=randn(5).abs(), ignore_index=1)
 ALL = {(0, 1), (1, 0), (1, 2), (2, 1)}
 CASES = [  # stages, criterion, batches, micro-batches, options, links that are used
-    (lambda: cut(mlp(*WIDTHS), 3), MSE, [batch(7), batch(9, 1), batch(4, 2)], 4, {}, ALL),
+    (
+        lambda: cut(mlp(*WIDTHS), 3),
+        MSE,
+        [batch(7), batch(9, 1), batch(4, 2)],
+        4,
+        {},
+        ALL,
+    ),
     (lambda: cut(frozen(), 3), MSE, [batch()], 3, {}, ALL - {(1, 0)}),
     (lambda: cut(of_tokens(), 3), WEIGHTED, [(X_TOKENS, IGNORED)], 3, {}, ALL),
     (needs_rows, MSE, [batch(3), batch(7), batch(1)], 5, {}, ALL),
@@ -97,8 +113,11 @@ def test_ranks_train_what_one_process_trains(way):
             for schedule in PIPELINES:
                 stage = make()[rank]
                 ours = DistributedPipeline(stage, criterion, m, schedule, **options)
-                with count_bytes() as ledger:  # and gradients are added to those already there
-                    losses = [ours.forward_backward(*given(*b, rank, k)) for b in batches]
+                # and gradients are added to those already there
+                with count_bytes() as ledger:
+                    losses = [
+                        ours.forward_backward(*given(*b, rank, k)) for b in batches
+                    ]
                 whole = Pipeline(make(), ["cpu"] * k, criterion, m, schedule)
                 expected = [whole.forward_backward(*b) for b in batches]
                 close(grads(stage), grads(whole.stages[rank]))
@@ -118,7 +137,8 @@ def test_other_numbers_of_ranks_train_and_evaluate(k, way):
         take(way)
         pipeline = build(rank, k, 4)
         assert_trains(pipeline, rank, k, 9)
-        for X in (batch(9)[0], batch(2)[0].requires_grad_()):  # fewer rows than micro-batches
+        # fewer rows than micro-batches
+        for X in batch(9)[0], batch(2)[0].requires_grad_():
             output = pipeline(X if rank == 0 else None)
             assert rank == k - 1 or output is None
             if rank == k - 1:
@@ -140,7 +160,8 @@ def test_messages_larger_than_slots_do_not_deadlock(way):
         pipeline = DistributedPipeline(stage, MSE, 6, gpipe, timeout=LIMIT / 2)
         X = torch.full((6, 1, 786_432), 2.0)  # 3 MB per row
         loss = pipeline.forward_backward(*given(X, X / 2, rank, k))
-        assert stage.weight.grad.item() == pytest.approx(4, rel=1e-2)  # a sum of millions
+        # a sum of millions
+        assert stage.weight.grad.item() == pytest.approx(4, rel=1e-2)
         assert rank < k - 1 or loss == pytest.approx(1)
 
     launch(train, 3, timeout=LIMIT)
@@ -159,7 +180,8 @@ def test_bytes_are_counted_spans_written_down_and_threads_end(way):
             with count_bytes() as ledger:
                 pipeline.forward_backward(*given(*batch(), rank, k))
             assert ledger.bytes == {link: HEADERS + 7 * 7 * 8}
-            assert ledger.messages == {link: 6}  # a header and a tensor of each micro-batch
+            # a header and a tensor of each micro-batch
+            assert ledger.messages == {link: 6}
             spans = pipeline.timeline
             assert [span[:3] for span in spans] == own_actions(schedule(2, 3), rank)
             times = [time for span in spans for time in span[3:]]
@@ -184,7 +206,8 @@ def a_group_of_some_ranks_has_its_own_stages_and_looks_at_nothing_else(rank, k):
         assert kind == "ValueError" and "no member" in words
         return
     pipeline = build(rank - 1, 2, group=group)
-    X, y = (batch()[0], Y[:1]) if rank == 1 else (X_TOKENS[:2], Y)  # the others' are wrong
+    # the others' are wrong
+    X, y = (batch()[0], Y[:1]) if rank == 1 else (X_TOKENS[:2], Y)
     with count_bytes() as ledger:
         pipeline.forward_backward(X, y)
     assert set(ledger.bytes) == {(rank, 3 - rank)}
@@ -204,7 +227,11 @@ def ranks_that_disagree_are_told_so_on_all(rank, k):
         (3, gpipe if rank else sequential, ("sequential", "gpipe")),
         (4 if rank == 1 else 3, gpipe, ("4 micro-batches", "3 micro-batches")),
         (3, another_gpipe if rank == 2 else gpipe, ("gpipe",)),
-        (3, (lambda p, m: gpipe(p, m)[1:]) if rank == 1 else gpipe, ("tick 0: ", "gpipe")),
+        (
+            3,
+            (lambda p, m: gpipe(p, m)[1:]) if rank == 1 else gpipe,
+            ("tick 0: ", "gpipe"),
+        ),
     ]:
         kind, text, _, seconds = attempt(build, rank, k, m, schedule)
         assert kind == "MismatchError" and seconds < SOON, text
@@ -237,12 +264,24 @@ REFUSED = [
         "ValueError",
         "stages 0 and 1 process micro-batches forward in different orders",
     ),
-    (([ONE, ONE], MSE, 2), "TypeError", "one module, such as cut(model, num_stages)[rank]"),
+    (
+        ([ONE, ONE], MSE, 2),
+        "TypeError",
+        "one module, such as cut(model, num_stages)[rank]",
+    ),
 ]
-NEEDS_X, NEEDS_Y = "the first rank needs the inputs X", "the last rank needs the targets y"
-BATCHES = [  # each is refused on both ranks, which so stay at the same call; what they are told
+NEEDS_X, NEEDS_Y = (
+    "the first rank needs the inputs X",
+    "the last rank needs the targets y",
+)
+# each is refused on both ranks, which so stay at the same call; what they are told
+BATCHES = [
     ((None, None), NEEDS_X, NEEDS_Y),
-    ((X[:0], Y[:0]), "a batch of shape [0, 6] has no rows", "a batch of shape [0, 5] has no rows"),
+    (
+        (X[:0], Y[:0]),
+        "a batch of shape [0, 6] has no rows",
+        "a batch of shape [0, 5] has no rows",
+    ),
     ((X.clone().requires_grad_(), None), "X requires gradients", NEEDS_Y),
 ]
 
@@ -273,7 +312,9 @@ def gradients_are_those_of_torchs_own_pipeline(rank, k):
         theirs = pipelining.PipelineStage(stage, rank, k, torch.device("cpu"))
         torchs = getattr(pipelining, name)
         arguments = [] if rank else [X]
-        torchs(theirs, 4, loss_fn=MSE).step(*arguments, target=y if rank else None, losses=[])
+        torchs(theirs, 4, loss_fn=MSE).step(
+            *arguments, target=y if rank else None, losses=[]
+        )
         divides = "scale_grads" in inspect.signature(torchs).parameters
         close(grads(pipeline), [grad / (1 if divides else 4) for grad in grads(stage)])
         assert all(grad.any() for grad in grads(stage))
@@ -299,7 +340,9 @@ class Fails(nn.Module):
         return X
 
 
-@pytest.mark.parametrize(("trains", "way"), [(True, "lanes"), (True, "messages"), (False, "lanes")])
+@pytest.mark.parametrize(
+    ("trains", "way"), [(True, "lanes"), (True, "messages"), (False, "lanes")]
+)
 def test_ranks_learn_at_once_of_a_stage_that_fails(trains, way):
     def run(rank, k):
         take(way)
@@ -315,8 +358,13 @@ def test_ranks_learn_at_once_of_a_stage_that_fails(trains, way):
 
     first, note, last = launch(run, 3, timeout=LIMIT)
     assert "forward of micro-batch 2 on stage 1" in note
-    for text in (first, last) if trains else (last,):  # the first one may evaluate, and be done
-        assert "rank 1" in text and "Timed out" not in text and "do its part in time" not in text
+    # the first one may evaluate, and be done
+    for text in (first, last) if trains else (last,):
+        assert (
+            "rank 1" in text
+            and "Timed out" not in text
+            and "do its part in time" not in text
+        )
 
 
 @pytest.mark.parametrize(
@@ -357,21 +405,30 @@ def test_a_rank_at_another_call_is_found_out(does, words):
         if rank == 0 and does == "something else":
             return attempt(partial(ranks.barrier, timeout=2)), None
         if rank == 1 and does == "skips":
-            attempt(pipeline.forward_backward, None, Y[:0])  # refused: one batch ahead from now on
+            # refused: one batch ahead from now on
+            attempt(pipeline.forward_backward, None, Y[:0])
         return attempt(pipeline.forward_backward, X, Y), attempt(pipeline, X)
 
     _, ((kind, text, *_), again) = launch(differ, 2, timeout=LIMIT)
     assert kind == "MismatchError" and all(part in text for part in words)
-    assert again[0] == "PeerError" and "can no longer be used since an earlier call" in again[1]
+    assert (
+        again[0] == "PeerError"
+        and "can no longer be used since an earlier call" in again[1]
+    )
 
 
 def test_targets_of_another_batch_are_an_error_on_the_last_rank():
     def train(rank, k):
         X, y = batch(9)[0], batch(7)[1]
-        return attempt(build(rank, k, timeout=0.5).forward_backward, *given(X, y, rank, k))
+        return attempt(
+            build(rank, k, timeout=0.5).forward_backward, *given(X, y, rank, k)
+        )
 
     first, last = launch(train, 2, timeout=LIMIT)
-    assert last[0] == "ValueError" and "micro-batch 1 has 3 rows of outputs, but 2" in last[1]
+    assert (
+        last[0] == "ValueError"
+        and "micro-batch 1 has 3 rows of outputs, but 2" in last[1]
+    )
     assert first[0] == "PeerError" and first[2] == (1,) and first[3] < 0.5 + SOON
 
 
@@ -379,8 +436,11 @@ def test_what_cannot_be_sent_is_refused_where_it_was_made():
     def refuse(rank, k):
         deep = nn.Sequential(nn.Linear(6, 6).double(), nn.Unflatten(1, (1,) * 8 + (6,)))
         stage = nn.Flatten() if rank else deep
-        make = partial(DistributedPipeline, timeout=3)  # rank 0 may fail while rank 1 is there
-        return attempt(lambda: make(stage, MSE, 1).forward_backward(*given(X, Y, rank, k)))
+        # rank 0 may fail while rank 1 is there
+        make = partial(DistributedPipeline, timeout=3)
+        return attempt(
+            lambda: make(stage, MSE, 1).forward_backward(*given(X, Y, rank, k))
+        )
 
     (kind, text, _, seconds), _ = launch(refuse, 2, timeout=LIMIT)
     assert kind == "ValueError" and "room for 8 dimensions" in text and seconds < 2

@@ -1,4 +1,4 @@
-"""A pipeline in one process: whatever its schedule, it trains the model that was cut."""
+"""A pipeline in one process: any schedule trains the model that was cut."""
 
 from copy import deepcopy
 from itertools import product
@@ -24,7 +24,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from d2lpar import Pipeline, SplitModel, count_bytes, cut, gpipe, one_f_one_b, sequential
+from d2lpar import (
+    Pipeline,
+    SplitModel,
+    count_bytes,
+    cut,
+    gpipe,
+    one_f_one_b,
+    sequential,
+)
 from d2lpar.pipeline.schedules import Action
 from d2lpar.study.memory import peak_memory
 
@@ -40,7 +48,9 @@ X, Y = batch()
 
 
 def pipe(model, p, m, schedule=one_f_one_b, criterion=None, **kwargs):
-    return Pipeline(cut(model, p), ["cpu"] * p, criterion or nn.MSELoss(), m, schedule, **kwargs)
+    return Pipeline(
+        cut(model, p), ["cpu"] * p, criterion or nn.MSELoss(), m, schedule, **kwargs
+    )
 
 
 def check(model, p, m, X, y, schedule=one_f_one_b, criterion=None, **kwargs):
@@ -62,16 +72,22 @@ def accumulated(model, criterion, X, y, m):
 # The definition: what the pipeline trains is what the model would be.
 
 
-@given(st.sampled_from(PIPELINES), st.integers(1, 7), st.integers(1, 6), st.integers(0, 9))
+@given(
+    st.sampled_from(PIPELINES), st.integers(1, 7), st.integers(1, 6), st.integers(0, 9)
+)
 def test_several_steps_train_the_same_model(schedule, p, m, more):
     whole, model = mlp(*WIDTHS), mlp(*WIDTHS)
     pipeline = pipe(model, p, m, schedule, recompute=more % 2 == 1)
-    ours, theirs = (torch.optim.SGD(net.parameters(), 0.1, 0.9) for net in (model, whole))
+    ours, theirs = (
+        torch.optim.SGD(net.parameters(), 0.1, 0.9) for net in (model, whole)
+    )
     for step in range(4):
-        X, y = batch(1 + (more + step) % 10, step)  # at times fewer rows than micro-batches
+        # at times fewer rows than micro-batches
+        X, y = batch(1 + (more + step) % 10, step)
         loss = pipeline.forward_backward(X, y)
         close((loss, grads(model)), loss_and_grads(whole, nn.MSELoss(), X, y))
-        for optimizer in (ours, theirs) if step else ():  # the first gradients are added to
+        # the first gradients are added to
+        for optimizer in (ours, theirs) if step else ():
             optimizer.step()
             optimizer.zero_grad()
     close(list(model.parameters()), list(whole.parameters()))
@@ -84,7 +100,9 @@ def test_micro_batches_differ_by_at_most_one_row_and_the_last_are_shorter():
         rows.append(len(output))
         return F.mse_loss(output, target)
 
-    pipe(mlp(*WIDTHS), 2, 4, criterion=criterion, count=len).forward_backward(*batch(10))
+    pipe(mlp(*WIDTHS), 2, 4, criterion=criterion, count=len).forward_backward(
+        *batch(10)
+    )
     assert rows == [3, 3, 2, 2]
 
 
@@ -96,13 +114,19 @@ def masked(output, target):
 IGNORED = labels(8)
 IGNORED[3:6] = 1  # the second of three micro-batches
 CE = nn.CrossEntropyLoss
-CRITERIA = {  # (criterion, targets, count, whether a weight by rows would be right, too)
+# (criterion, targets, count, whether a weight by rows would be right, too)
+CRITERIA = {
     "mean": (nn.MSELoss(), randn(7, 5), None, True),
     "sum": (nn.MSELoss(reduction="sum"), randn(7, 5), None, None),
     "masked": (masked, randn(9, 5, seed=1), lambda y: (y[:, 0] > 0).sum(), False),
     "some ignored": (CE(W, ignore_index=2), labels(8), None, False),
     "all ignored in one part": (CE(W, ignore_index=1), IGNORED, None, False),
-    "smooth, all ignored": (CE(ignore_index=1, label_smoothing=0.1), IGNORED, None, False),
+    "smooth, all ignored": (
+        CE(ignore_index=1, label_smoothing=0.1),
+        IGNORED,
+        None,
+        False,
+    ),
 }
 
 
@@ -123,7 +147,13 @@ def test_other_criteria(name):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_batch_norm_sees_a_micro_batch_at_a_time(recompute):
-    layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 5)
+    layers = (
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        nn.BatchNorm1d(8),
+        nn.Linear(8, 5),
+    )
     model = nn.Sequential(*layers).double()
     whole, at_once, (X, y) = deepcopy(model), deepcopy(model), batch(9)
     pipeline = pipe(model, 3, 2, recompute=recompute)
@@ -131,13 +161,18 @@ def test_batch_norm_sees_a_micro_batch_at_a_time(recompute):
     close(grads(model), accumulated(whole, nn.MSELoss(), X, y, 2))
     close(list(model.buffers()), list(whole.buffers()))
     assert distance(loss_and_grads(at_once, nn.MSELoss(), X, y)[1], grads(whole)) > 1e-3
-    assert torch.equal(pipeline.eval()(X[:1]), whole.eval()(X[:1]))  # of fewer rows than parts
+    # of fewer rows than parts
+    assert torch.equal(pipeline.eval()(X[:1]), whole.eval()(X[:1]))
 
 
 THERE, BACK = {(0, 1), (1, 2)}, {(1, 0), (2, 1)}
 MODELS = [  # inputs, links that are used
     (lambda: nn.Sequential(nn.ReLU(inplace=True), *mlp(*WIDTHS)), X, THERE | BACK),
-    (lambda: nn.Sequential(mlp(6, 5), nn.Flatten(), nn.ReLU(inplace=True)), X, THERE | BACK),
+    (
+        lambda: nn.Sequential(mlp(6, 5), nn.Flatten(), nn.ReLU(inplace=True)),
+        X,
+        THERE | BACK,
+    ),
     (frozen, X, THERE | {(2, 1)}),
     (of_tokens, labels(21).reshape(7, 3), THERE | BACK),
 ]
@@ -175,8 +210,14 @@ def test_losses_of_16_bits_are_added_up_wide():
     model = nn.Linear(4, 4).bfloat16()
     X, y = torch.randn(64, 4).bfloat16(), torch.randn(64, 4).bfloat16()
     pipeline = Pipeline([model], ["cpu"], nn.MSELoss(), 64)
-    losses = [nn.MSELoss()(model(row), target) for row, target in zip(X, y, strict=True)]
-    close(pipeline.forward_backward(X, y), sum(loss.float() for loss in losses) / 64, rtol=1e-3)
+    losses = [
+        nn.MSELoss()(model(row), target) for row, target in zip(X, y, strict=True)
+    ]
+    close(
+        pipeline.forward_backward(X, y),
+        sum(loss.float() for loss in losses) / 64,
+        rtol=1e-3,
+    )
 
 
 # What is sent, when, and what is kept.
@@ -186,7 +227,11 @@ def test_stages_inputs_criterion_and_results_are_where_the_devices_say():
     stages = [nn.Linear(6, 8).requires_grad_(False), nn.Linear(8, 7), nn.Linear(7, 5)]
     criterion = CE(weight=torch.ones(5))
     pipeline = Pipeline(stages, ["cpu", "meta", "meta"], criterion, 2)
-    assert [stage.weight.device.type for stage in pipeline.stages] == ["cpu", "meta", "meta"]
+    assert [stage.weight.device.type for stage in pipeline.stages] == [
+        "cpu",
+        "meta",
+        "meta",
+    ]
     assert criterion.weight.device.type == "meta"
     elsewhere = Pipeline(stages[1:], ["meta", "meta"], nn.MSELoss(), 2)
     with count_bytes() as ledger:
@@ -209,9 +254,12 @@ def test_stages_on_gpu_and_cpu_in_turn():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "peak"), [(sequential, [1, 1, 1]), (gpipe, [5, 5, 5]), (one_f_one_b, [3, 2, 1])]
+    ("schedule", "peak"),
+    [(sequential, [1, 1, 1]), (gpipe, [5, 5, 5]), (one_f_one_b, [3, 2, 1])],
 )
-def test_each_link_carries_a_micro_batch_once_and_each_action_has_a_span(schedule, peak):
+def test_each_link_carries_a_micro_batch_once_and_each_action_has_a_span(
+    schedule, peak
+):
     pipeline = pipe(mlp(*WIDTHS), 3, 5, schedule)
     with count_bytes() as ledger:
         pipeline.forward_backward(X, Y)
@@ -303,15 +351,30 @@ REFUSED = [  # a pipeline, a batch
     ((TWO, ["cpu"], MSE, 2), (X, Y), ValueError, "2 stages for 1 devices"),
     ((TWO, [], MSE, 2), (X, Y), ValueError, "devices is empty"),
     ((nn.ModuleDict(), ["cpu"], MSE, 2), (X, Y), TypeError, "list .* not a ModuleDict"),
-    (([LINEAR, torch.relu], ["cpu"] * 2, MSE, 2), (X, Y), TypeError, "relu is not a Module"),
+    (
+        ([LINEAR, torch.relu], ["cpu"] * 2, MSE, 2),
+        (X, Y),
+        TypeError,
+        "relu is not a Module",
+    ),
     (
         ([LINEAR], ["cpu"], F.mse_loss, 2),
         (X, Y),
         ValueError,
         "what mse_loss divides .* pass count",
     ),
-    (([LINEAR], ["cpu"], MSE, 0), (X, Y), ValueError, "1 stages and 0 micro-batches: need one"),
-    (([LINEAR], ["cpu"], nn.MSELoss(reduction="none"), 2), (), ValueError, '"none" returns no'),
+    (
+        ([LINEAR], ["cpu"], MSE, 0),
+        (X, Y),
+        ValueError,
+        "1 stages and 0 micro-batches: need one",
+    ),
+    (
+        ([LINEAR], ["cpu"], nn.MSELoss(reduction="none"), 2),
+        (),
+        ValueError,
+        '"none" returns no',
+    ),
     ((*ONE, lambda p, m: gpipe(p, m)[::-1]), (X, Y), ValueError, "comes before"),
     ((*ONE, one_more), (X, Y), ValueError, "is no action"),
     (
@@ -326,7 +389,12 @@ REFUSED = [  # a pipeline, a batch
         ValueError,
         "20 rows of outputs, but 4",
     ),
-    (([LINEAR, PAIR], ["cpu"] * 2, MSE, 2), (X, Y), TypeError, "not a tuple: join what it"),
+    (
+        ([LINEAR, PAIR], ["cpu"] * 2, MSE, 2),
+        (X, Y),
+        TypeError,
+        "not a tuple: join what it",
+    ),
     (ONE, (X[:0], Y[:0]), ValueError, r"a batch of shape \[0, 6\] has no rows to cut"),
     (ONE, (X, Y[:6]), ValueError, r"X has shape \[7, 6\], but y has shape \[6, 5\]"),
     (ONE, (X[0, 0], Y[0, 0]), ValueError, r"a batch of shape \[\] has no rows"),

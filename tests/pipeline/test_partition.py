@@ -44,7 +44,9 @@ def test_the_largest_part_is_as_small_as_can_be(costs, data):
         return max(sum(costs[a:b]) for a, b in pairwise([0, *ends, len(costs)]))
 
     best = min(largest(ends) for ends in combinations(range(1, len(costs)), parts - 1))
-    assert largest([sum(found[: n + 1]) for n in range(parts - 1)]) == pytest.approx(best)
+    assert largest([sum(found[: n + 1]) for n in range(parts - 1)]) == pytest.approx(
+        best
+    )
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 5])
@@ -53,7 +55,9 @@ def test_the_stages_have_the_models_own_layers_in_order(num_stages):
     for whole in (model, list(model), nn.ModuleList(model)):
         stages = cut(whole, num_stages)
         assert all(type(stage) is nn.Sequential for stage in stages)
-        assert [id(layer) for stage in stages for layer in stage] == list(map(id, model))
+        assert [id(layer) for stage in stages for layer in stage] == list(
+            map(id, model)
+        )
 
 
 def test_cut_by_count_by_bytes_of_parameters_and_by_a_list():
@@ -81,11 +85,19 @@ def test_cut_by_time_forward_and_backward_wherever_gradients_are_switched_off(sl
 
 
 def test_measuring_leaves_gradients_buffers_random_numbers_and_inputs_as_they_are():
-    layers = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 2, bias=False)
+    layers = (
+        nn.Linear(6, 6),
+        nn.BatchNorm1d(6),
+        nn.Dropout(0.5),
+        nn.Linear(6, 2, bias=False),
+    )
     model, X = nn.Sequential(nn.ReLU(inplace=True), *layers), torch.randn(4, 6)
     model[1].weight.grad = torch.full((6, 6), 3.0)
     model[4].requires_grad_(False)
-    before = [tensor.clone() for tensor in (X, torch.get_rng_state(), *model.state_dict().values())]
+    before = [
+        tensor.clone()
+        for tensor in (X, torch.get_rng_state(), *model.state_dict().values())
+    ]
     assert min(layer_seconds(model, X, rounds=2)) > 0
     after = [X, torch.get_rng_state(), *model.state_dict().values()]
     assert all(map(torch.equal, before, after)) and not X.requires_grad
@@ -106,9 +118,17 @@ LAYERS = [FIRST, nn.Tanh(), LAST]
         ((LAYERS, 2, [1, 2]), ValueError, "2 costs for 3 layers"),
         ((LAYERS, 2, "bytes"), ValueError, "by is 'bytes', which is none of"),
         ((LAYERS, 2, "time"), ValueError, "pass a micro-batch X"),
-        ((nn.ModuleDict(), 2), TypeError, "must be an nn.Sequential .* not a ModuleDict: only its"),
+        (
+            (nn.ModuleDict(), 2),
+            TypeError,
+            "must be an nn.Sequential .* not a ModuleDict: only its",
+        ),
         (([nn.Linear(2, 2), torch.relu], 2), TypeError, "relu is not a Module"),
-        ((LAYERS, 3), ValueError, r"stages 0 and 2 share a parameter \(0.bias of stage 2\)"),
+        (
+            (LAYERS, 3),
+            ValueError,
+            r"stages 0 and 2 share a parameter \(0.bias of stage 2\)",
+        ),
     ],
 )
 def test_a_cut_that_cannot_be_is_an_error_that_says_why(arguments, error, words):

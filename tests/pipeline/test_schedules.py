@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: complete, possible, and as good as their names promise."""
+"""Pipeline schedules as data: complete, possible, and as good as their names."""
 
 from itertools import chain, product
 
@@ -44,7 +44,9 @@ def in_short(actions):
 
 
 @pytest.mark.parametrize("schedule", PROMISES)
-def test_every_microbatch_passes_every_stage_forward_and_backward_in_a_possible_order(schedule):
+def test_every_microbatch_passes_every_stage_forward_and_backward_in_a_possible_order(
+    schedule,
+):
     num_ticks, keeps = PROMISES[schedule]
     for p, m in SIZES:
         ticks = schedule(p, m)
@@ -53,7 +55,8 @@ def test_every_microbatch_passes_every_stage_forward_and_backward_in_a_possible_
         assert len(ticks) == num_ticks(p, m) and all(ticks)
         assert sum(map(len, ticks)) == len(at) == 2 * p * m
         assert set(at) == set(product(range(p), range(m), ("forward", "backward")))
-        assert len({(s, t) for (s, _, _), t in at.items()}) == len(at)  # one action at a time
+        # one action at a time
+        assert len({(s, t) for (s, _, _), t in at.items()}) == len(at)
         for (s, i, kind), t in at.items():
             if kind == "forward":
                 assert s == 0 or at[s - 1, i, "forward"] < t
@@ -96,11 +99,20 @@ REFUSED = [
     ([[F(0, 0)], [F(1, 0), F(0, 1), B(1, 0)]], "tick 1: stage 1 has two actions"),
     ([[F(0, 0), F(0, 0)]], "tick 0: stage 0 has two actions"),
     ([[F(1, 0)]], f"tick 0: {F10} comes before forward of micro-batch 0 on stage 0"),
-    ([[F(0, 0), F(1, 0)]], f"tick 0: {F10} comes before forward of micro-batch 0 on stage 0"),
-    ([[F(0, 0)], [F(0, 1)], [B(1, 0)]], f"backward of micro-batch 0 on stage 1 comes before {F10}"),
+    (
+        [[F(0, 0), F(1, 0)]],
+        f"tick 0: {F10} comes before forward of micro-batch 0 on stage 0",
+    ),
+    (
+        [[F(0, 0)], [F(0, 1)], [B(1, 0)]],
+        f"backward of micro-batch 0 on stage 1 comes before {F10}",
+    ),
     (
         [[F(0, 0)], [F(1, 0)], [B(0, 0)]],
-        "backward of micro-batch 0 on stage 0 comes before backward of micro-batch 0 on stage 1",
+        (
+            "backward of micro-batch 0 on stage 0 comes before backward of micro-batch"
+            " 0 on stage 1"
+        ),
     ),
     ([[F(2, 0)]], "stage=2, .* is no action of 2 stages and 2 micro-batches"),
     ([[F(0, -1)]], "microbatch=-1, .* is no action"),
@@ -117,10 +129,20 @@ def test_what_is_no_training_step_is_refused_with_what_is_wrong():
 # The clock
 
 
-@given(st.sampled_from(list(PROMISES)), st.integers(1, 8), st.integers(1, 12), seconds, seconds)
-def test_bubble_of_equal_stages_hangs_on_their_number_alone(schedule, p, m, forward, backward):
+@given(
+    st.sampled_from(list(PROMISES)),
+    st.integers(1, 8),
+    st.integers(1, 12),
+    seconds,
+    seconds,
+)
+def test_bubble_of_equal_stages_hangs_on_their_number_alone(
+    schedule, p, m, forward, backward
+):
     idle = bubble(predict(schedule(p, m), forward, backward))
-    assert idle == pytest.approx((p - 1) / p if schedule is sequential else (p - 1) / (m + p - 1))
+    assert idle == pytest.approx(
+        (p - 1) / p if schedule is sequential else (p - 1) / (m + p - 1)
+    )
 
 
 def test_bubble_is_measured_from_the_first_start():

@@ -1,4 +1,4 @@
-"""A stage: two passes apart, the second forward pass of one that recomputes, and its input."""
+"""A stage: two separate passes, the recomputed forward pass, and its input."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ def leaf(*shape, seed=0):
 
 
 def train(module, recompute):
-    """Of three micro-batches, two under way at a time: outputs and gradients of inputs."""
+    """Of three micro-batches, two under way at once: outputs and input gradients."""
     stage, given = Stage(module, recompute), []
     inputs = [leaf(4, 6, seed=i) for i in range(3)]
     outputs = [stage.forward(0, inputs[0])]
@@ -33,7 +33,9 @@ def dropout():
 
 
 def norm():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh())
+    return nn.Sequential(
+        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh()
+    )
 
 
 class Counting(nn.Module):
@@ -60,7 +62,10 @@ def test_recomputing_changes_neither_gradients_nor_running_statistics(build):
         results.append((outputs, given, grads(module), buffers, torch.get_rng_state()))
     close(*results)
     if build is norm:
-        assert module[1].num_batches_tracked == 3 and module[1].running_mean.abs().max() > 0
+        assert (
+            module[1].num_batches_tracked == 3
+            and module[1].running_mean.abs().max() > 0
+        )
     if build is dropout:
         assert (outputs[0] == 0).any(), "nothing was dropped: nothing was tested"
     if build is Counting:

@@ -1,4 +1,4 @@
-"""Collectives between real ranks: right to the last bit, and loud when the ranks disagree."""
+"""Collectives between real ranks: right to the last bit; loud when ranks disagree."""
 
 import math
 import os
@@ -47,9 +47,9 @@ def values(rank, shape, dtype):
         return numbers % 3 > 0
     if dtype.is_complex:
         return torch.complex(numbers / 7 + 1, numbers / 3 - 1).to(dtype)
-    return (numbers / 7 + 0.5 + rank / 3 if dtype.is_floating_point else numbers + 1 + rank).to(
-        dtype
-    )
+    return (
+        numbers / 7 + 0.5 + rank / 3 if dtype.is_floating_point else numbers + 1 + rank
+    ).to(dtype)
 
 
 def defined(op, dtype):
@@ -61,7 +61,9 @@ def defined(op, dtype):
 def same(got, want, *what):
     """Equal to the last bit, also in the signs of zero and NaN."""
     assert (got.shape, got.dtype) == (want.shape, want.dtype), what
-    flat = [t.resolve_conj().resolve_neg().reshape(-1).contiguous() for t in (got, want)]
+    flat = [
+        t.resolve_conj().resolve_neg().reshape(-1).contiguous() for t in (got, want)
+    ]
     assert torch.equal(*[t.view(torch.uint8) for t in flat]), what
 
 
@@ -90,7 +92,9 @@ def like_the_list(schedule, op, data):
 def test_allreduce_has_the_bits_of_the_list_form(rank, k):
     shapes = [(), (0,), (k - 1,), (k + 1,), (2, 3, 5), (4, 0, 2)]
     schedules = (None, *SCHEDULES)
-    cases = [(s, op, t) for s in schedules for op in OPS for t in DTYPES if defined(op, t)]
+    cases = [
+        (s, op, t) for s in schedules for op in OPS for t in DTYPES if defined(op, t)
+    ]
     cases = [(*case, shapes[i % len(shapes)]) for i, case in enumerate(cases[::k])]
     cases += [(s, "sum", torch.float32, shape) for s in schedules for shape in shapes]
     cases += [(s, "sum", torch.float32, (7, 3)) for s in (lazy, Rounds())]
@@ -102,10 +106,14 @@ def test_allreduce_has_the_bits_of_the_list_form(rank, k):
         for n, (schedule, op, dtype, shape) in enumerate(cases):
             mine = values(rank, shape, dtype)
             ranks.allreduce(mine, schedule, op, check=n % 2 == 0, timeout=math.inf)
-            for want in like_the_list(schedule, op, [values(r, shape, dtype) for r in range(k)]):
+            for want in like_the_list(
+                schedule, op, [values(r, shape, dtype) for r in range(k)]
+            ):
                 same(mine, want, schedule, op, dtype, shape)
         for numel in (1, 33, 300_001):  # in one vector, in several, in several pieces
-            data = [special.repeat(2 + numel // 4)[r : r + numel].clone() for r in range(k)]
+            data = [
+                special.repeat(2 + numel // 4)[r : r + numel].clone() for r in range(k)
+            ]
             for schedule in SCHEDULES:
                 for op in ("sum", "product", "max", "min"):
                     mine = data[rank].clone()
@@ -131,11 +139,19 @@ def test_the_other_collectives_have_the_bits_of_the_list_form(rank, k, way):
             ranks.broadcast(mine, src, check=src % 2 == 0)
             same(mine, values(src, shape, dtype), "from", src)
         for op in [op for op in OPS if defined(op, dtype)]:
-            mine, data = values(rank, shape, dtype), [values(r, shape, dtype) for r in range(k)]
-            shard, shards = ranks.reduce_scatter(mine, op), lists.reduce_scatter(data, op)
+            mine, data = (
+                values(rank, shape, dtype),
+                [values(r, shape, dtype) for r in range(k)],
+            )
+            shard, shards = (
+                ranks.reduce_scatter(mine, op),
+                lists.reduce_scatter(data, op),
+            )
             same(shard, shards[rank], op, shape)
             same(mine, data[rank], "the rest", op, shape)
-            assert mine.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+            assert (
+                mine.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+            )
         for rows in ([2] * k, list(range(k)), [0] * k, [k - r for r in range(k)], None):
             sizes = [()] * k if rows is None else [(r, 3) for r in rows]
             shards = [values(r, sizes[r], dtype) for r in range(k)]
@@ -148,16 +164,24 @@ def test_the_other_collectives_have_the_bits_of_the_list_form(rank, k, way):
     before, _, after = time.monotonic_ns(), ranks.barrier(), time.monotonic_ns()
     assert after >= max(ranks.all_gather_int(before))
     numbers = [ranks.all_gather_int(n) for n in (rank, -rank, 2**62 + rank)]
-    assert numbers == [[f(r) for r in range(k)] for f in (int, int.__neg__, (2**62).__add__)]
+    assert numbers == [
+        [f(r) for r in range(k)] for f in (int, int.__neg__, (2**62).__add__)
+    ]
 
 
 LAYOUTS = {
     "transposed": ((4, 3), torch.t),
-    "channels_last": ((2, 3, 4, 5), lambda t: t.as_strided((2, 3, 4, 5), (60, 1, 15, 3))),
+    "channels_last": (
+        (2, 3, 4, 5),
+        lambda t: t.as_strided((2, 3, 4, 5), (60, 1, 15, 3)),
+    ),
     "rows, every other column": ((6, 5), lambda t: t[1:, ::2]),
     "a slice": ((20,), lambda t: t[3:17]),
     "one element": ((5,), lambda t: t[2]),
-    "a real part": ((12,), lambda t: torch.view_as_real(t)[:, 0] if t.is_complex() else t[::2]),
+    "a real part": (
+        (12,),
+        lambda t: torch.view_as_real(t)[:, 0] if t.is_complex() else t[::2],
+    ),
     "conjugated later": ((6,), torch.conj),
 }
 
@@ -168,7 +192,9 @@ def test_any_layout_is_right_and_its_neighbours_stay(rank, k, way):
     take(way)
     for name, (shape, view) in LAYOUTS.items():
         for dtype in (torch.bfloat16, torch.complex64):
-            data = [view(values(r, shape, dtype)).clone().resolve_conj() for r in range(k)]
+            data = [
+                view(values(r, shape, dtype)).clone().resolve_conj() for r in range(k)
+            ]
             shards = [tensor.clone() for tensor in data]
             lists.reduce_scatter(shards)
             calls = [(partial(ranks.broadcast, src=1), data[1])]
@@ -218,11 +244,15 @@ def test_groups_of_some_ranks(rank, k, way):
         same(ranks.all_gather(data[me], group), torch.cat(data))
         outside = next(r for r in range(k) if r not in members)
         kind, text, *_ = attempt(ranks.broadcast, data[me], outside, group)
-        assert kind == "ValueError" and f"src is {outside}" in text and str(order) in text
+        assert (
+            kind == "ValueError" and f"src is {outside}" in text and str(order) in text
+        )
         odd = rank == max(members)
         kind, text, *_ = attempt(ranks.allreduce, torch.ones(3 + odd), group=group)
         assert kind == "MismatchError" and all(f"rank {r}" in text for r in members)
-    assert rank != 1 or kinds == ({0, 1} if way == "lanes" else {0})  # it is in five groups
+    assert rank != 1 or kinds == (
+        {0, 1} if way == "lanes" else {0}
+    )  # it is in five groups
 
 
 # The ranks differ: everyone says so, nothing has happened, and the group goes on.
@@ -243,8 +273,11 @@ def to_itself(k):
     return [[Move(0, 0, None, True)]]
 
 
-Unhashable = make_dataclass("Unhashable", [], namespace={"__call__": lambda self, k: ring(k)})
-DIFFERENCES = [  # what is called with t, usually and by the odd rank; what each says of it
+Unhashable = make_dataclass(
+    "Unhashable", [], namespace={"__call__": lambda self, k: ring(k)}
+)
+# what is called with t, usually and by the odd rank; what each says of it
+DIFFERENCES = [
     ("allreduce(t)", "broadcast(t)", "allreduce, sum", "broadcast, from"),
     ("barrier()", "all_gather_int(5)", "barrier", "all_gather_int"),
     ("allreduce(t)", "allreduce(t, op='max')", "sum", "max"),
@@ -252,7 +285,12 @@ DIFFERENCES = [  # what is called with t, usually and by the odd rank; what each
     ("allreduce(t)", "allreduce(t[:5])", "[6]", "[5]"),
     ("allreduce(t.view(2, 3))", "allreduce(t.view(3, 2))", "[2, 3]", "[3, 2]"),
     ("reduce_scatter(t)", "reduce_scatter(t.view(1, 6))", "[6]", "[1, 6]"),
-    ("all_gather(t.view(2, 3))", "all_gather(t.view(3, 2))", "rows of float32 [3]", "[2]"),
+    (
+        "all_gather(t.view(2, 3))",
+        "all_gather(t.view(3, 2))",
+        "rows of float32 [3]",
+        "[2]",
+    ),
     ("allreduce(t)", "allreduce(t.double())", "float32", "float64"),
     ("allreduce(t)", "allreduce(t.view(torch.int32))", "float32", "int32"),
     ("allreduce(t.bfloat16())", "allreduce(t.half())", "bfloat16", " float16"),
@@ -269,9 +307,19 @@ DIFFERENCES += [
 
 def call(text, t, **options):
     """Make a call that is written in a table; ``options`` come last."""
-    names = {**vars(ranks), "torch": torch, "ring": ring, "star": star, "renamed": renamed}
+    names = {
+        **vars(ranks),
+        "torch": torch,
+        "ring": ring,
+        "star": star,
+        "renamed": renamed,
+    }
     names |= {"swap": swap, "to_itself": to_itself, "Unhashable": Unhashable, "t": t}
-    text = text[:-1] + "".join(f", {name}={value}" for name, value in options.items()) + ")"
+    text = (
+        text[:-1]
+        + "".join(f", {name}={value}" for name, value in options.items())
+        + ")"
+    )
     return attempt(lambda: eval(text, names))
 
 
@@ -285,7 +333,10 @@ def test_every_rank_learns_of_a_difference_and_the_group_goes_on(rank, k, way):
         tensor = torch.arange(6.0) * (rank + 1)
         kind, text, _, seconds = call(unusual if rank == odd else usual, tensor)
         lines = str(text).splitlines()[1:]
-        assert kind == "MismatchError" and len(lines) == k and seconds < SOON, (unusual, text)
+        assert kind == "MismatchError" and len(lines) == k and seconds < SOON, (
+            unusual,
+            text,
+        )
         for r, line in enumerate(lines):
             assert line.startswith(f"rank {r}, call ") and words[r == odd] in line
         same(tensor, torch.arange(6.0) * (rank + 1), unusual)
@@ -303,8 +354,12 @@ def test_torch_is_silently_wrong_about_a_dtype_an_op_and_a_layout():
         ]
         for tensor, op in cases:
             right = tensor.clone() * 2
-            alone = dist.new_group(timeout=timedelta(seconds=2))  # one that may be left broken
-            kind, *_ = attempt(dist.all_reduce, tensor, getattr(dist.ReduceOp, op), alone)
+            alone = dist.new_group(
+                timeout=timedelta(seconds=2)
+            )  # one that may be left broken
+            kind, *_ = attempt(
+                dist.all_reduce, tensor, getattr(dist.ReduceOp, op), alone
+            )
             yield kind == "ok" and torch.equal(tensor, right)
 
     first, second = launch(lambda *args: list(theirs(*args)), 2, timeout=LIMIT)
@@ -323,7 +378,11 @@ REFUSED = [  # a call with t, of four ones; error, words
     ("allreduce(t[:1].expand(4))", "ValueError", "is an expanded view (strides (0,))"),
     ("allreduce([1.0, 2.0])", "TypeError", "the tensor is a list, not a tensor"),
     ("broadcast(None)", "TypeError", "the tensor is a NoneType, not a tensor"),
-    ("allreduce(t, 'max')", "TypeError", "schedule must be a function such as ring, not 'max'"),
+    (
+        "allreduce(t, 'max')",
+        "TypeError",
+        "schedule must be a function such as ring, not 'max'",
+    ),
     ("allreduce(t, Unhashable())", "TypeError", "unhashable type: 'Unhashable'"),
     ("allreduce(t, to_itself)", "ValueError", "does not send a chunk between two of 2"),
     ("allreduce(t, swap)", "ValueError", "while it is overwritten"),
@@ -331,8 +390,16 @@ REFUSED = [  # a call with t, of four ones; error, words
     ("reduce_scatter(t.to('meta'))", "ValueError", "is a meta tensor"),
     ("broadcast(t.to_sparse())", "ValueError", "pass its .to_dense()"),
     ("all_gather(t.view(2, 2).to_sparse_csr())", "ValueError", "sparse_csr"),
-    ("all_gather_int(2**63)", "ValueError", f"number must be an int of 64 bits, not {2**63}"),
-    ("all_gather_int(1.5)", "TypeError", "'float' object cannot be interpreted as an integer"),
+    (
+        "all_gather_int(2**63)",
+        "ValueError",
+        f"number must be an int of 64 bits, not {2**63}",
+    ),
+    (
+        "all_gather_int(1.5)",
+        "TypeError",
+        "'float' object cannot be interpreted as an integer",
+    ),
 ]
 
 
@@ -344,7 +411,10 @@ def test_bad_arguments_are_refused_alike_on_all_ranks(rank, k, way):
         every = [call(text, torch.ones(4))]
         if not text.startswith("all_gather"):
             every.append(call(text, torch.ones(4), check=False))
-        assert all(kind == error and words in said for kind, said, *_ in every), (words, every)
+        assert all(kind == error and words in said for kind, said, *_ in every), (
+            words,
+            every,
+        )
         kind, said, *_ = call(text if rank else "barrier()", torch.ones(4))
         assert kind == "MismatchError" and f"{error}: " in said
     tensor = torch.ones(3)
@@ -353,8 +423,14 @@ def test_bad_arguments_are_refused_alike_on_all_ranks(rank, k, way):
 
 
 def test_without_a_process_group():
-    for call in (partial(ranks.send, torch.ones(2), 1), partial(ranks.receive, 1), ranks.barrier):
-        with pytest.raises(ValueError, match="there is no process group: call this inside launch"):
+    for call in (
+        partial(ranks.send, torch.ones(2), 1),
+        partial(ranks.receive, 1),
+        ranks.barrier,
+    ):
+        with pytest.raises(
+            ValueError, match="there is no process group: call this inside launch"
+        ):
             call()
 
 
@@ -369,7 +445,9 @@ def test_missing_ranks_are_named_by_all_others(rank, k, missing, way):
     ranks.barrier()
     if rank in missing:  # it has returned, but stays connected
         return
-    if missing == (2, 3) and way == "lanes":  # fill the one to rank 2, which takes nothing
+    if (
+        missing == (2, 3) and way == "lanes"
+    ):  # fill the one to rank 2, which takes nothing
         for _ in range(2):
             ranks.broadcast(torch.ones(2), check=False)
     kind, text, named, seconds = attempt(ranks.allreduce, torch.ones(4), timeout=0.5)
@@ -398,7 +476,9 @@ def test_a_dead_rank_is_named_at_once(when, monkeypatch, capsys):
     assert capsys.readouterr().out == "[rank 0] PeerError (1,) True\n"
 
 
-@pytest.mark.parametrize("timeouts", [(1.1, 0.9, 0.7), (0.7, 0.9, 1.1)], ids=["last", "first"])
+@pytest.mark.parametrize(
+    "timeouts", [(1.1, 0.9, 0.7), (0.7, 0.9, 1.1)], ids=["last", "first"]
+)
 @in_ranks(4)
 def test_in_the_middle_of_a_ring_all_name_the_one_that_is_missing(
     rank, k, timeouts
@@ -446,9 +526,13 @@ def fails_once(home, name):
 
 
 @both_ways
-@pytest.mark.parametrize(("schedule", "bad", "k"), [(star, 0, 3), (star, 1, 2), (ring, 1, 3)])
+@pytest.mark.parametrize(
+    ("schedule", "bad", "k"), [(star, 0, 3), (star, 1, 2), (ring, 1, 3)]
+)
 @in_ranks()
-def test_a_rank_that_fails_is_named_and_nobody_takes_its_note_for_data(rank, k, schedule, way, bad):
+def test_a_rank_that_fails_is_named_and_nobody_takes_its_note_for_data(
+    rank, k, schedule, way, bad
+):
     def three_calls(place):
         """Of which the second one fails on a rank."""
         group = dist.new_group()
@@ -466,22 +550,31 @@ def test_a_rank_that_fails_is_named_and_nobody_takes_its_note_for_data(rank, k, 
     # Nothing has been sent: all learn why, and go on
     first, failed, third = three_calls((collectives, "messages_of"))
     assert failed[0] == "MismatchError" and failed[3] == [rank + 1.0]
-    assert f"\nrank {bad}, call " in failed[1] and ": allreduce, MemoryError: no room" in failed[1]
+    assert (
+        f"\nrank {bad}, call " in failed[1]
+        and ": allreduce, MemoryError: no room" in failed[1]
+    )
     assert first == third == ("ok", None, (), total)
     for place in (collectives._Call, "exchange"), (collectives, "put_back"):
         first, *others = three_calls(place)
         assert first == ("ok", None, (), total)
         if rank == bad:
             assert others[0][:2] == ("MemoryError", "no room for a copy")
-            assert "can no longer be used since an earlier call: MemoryError" in others[1][1]
+            assert (
+                "can no longer be used since an earlier call: MemoryError"
+                in others[1][1]
+            )
             continue
-        # Over lanes a short message goes along with the check: all that is sent in a star
+        # Over lanes a short message goes along with the check: all that is sent in a
+        # star
         along = (schedule, way) == (star, "lanes") and bad != 0
         for kind, _, named, numbers in others:
             if kind == "ok":  # the other one had sent all its messages before it failed
                 assert numbers == total and (along or place[1] == "put_back")
             else:
-                assert kind == "PeerError" and (bad in named or not named or way == "messages")
+                assert kind == "PeerError" and (
+                    bad in named or not named or way == "messages"
+                )
         assert others[1][0] == "PeerError"
 
 
@@ -490,12 +583,16 @@ def test_a_rank_that_fails_is_named_and_nobody_takes_its_note_for_data(rank, k, 
 
 @both_ways
 @in_ranks(3)
-def test_a_call_beside_that_of_another_thread_is_refused_and_all_ranks_learn_of_it(rank, k, way):
+def test_a_call_beside_that_of_another_thread_is_refused_and_all_ranks_learn_of_it(
+    rank, k, way
+):
     transport, beside = transport_of(way=way), dist.new_group()
     call = partial(attempt, ranks.allreduce, torch.ones(3), label="A")
     if rank:
         dist.recv(torch.empty(1), 0, beside)  # not before rank 0 has given up
-        kind, _, named, _ = call()  # gloo may first see one that has given up for this reason
+        kind, _, named, _ = (
+            call()
+        )  # gloo may first see one that has given up for this reason
         assert kind == "PeerError" and (0 in named or (way == "messages" and named))
         return
     outcomes = []
@@ -508,7 +605,9 @@ def test_a_call_beside_that_of_another_thread_is_refused_and_all_ranks_learn_of_
         dist.send(torch.empty(1), other, beside)
     thread.join()
     for kind, text, *_ in outcomes:
-        assert kind == "BusyError" and "thread 'MainThread' called allreduce 'B'" in text
+        assert (
+            kind == "BusyError" and "thread 'MainThread' called allreduce 'B'" in text
+        )
         assert "while allreduce 'A' of thread 'first' was under way" in text
     kind, text, *_ = call()
     assert kind == "PeerError" and "since an earlier call: BusyError: thread" in text
@@ -530,7 +629,10 @@ def test_the_ledger_holds_what_this_rank_sent(way):
             assert ledger.bytes == {
                 link: n for link, n in whole.bytes.items() if link[0] == rank and n
             }
-            assert ledger.sent(rank) == cost.walk(schedule, k, 13 * 4, itemsize=4).sent[rank]
+            assert (
+                ledger.sent(rank)
+                == cost.walk(schedule, k, 13 * 4, itemsize=4).sent[rank]
+            )
         with count_bytes() as ledger:
             ranks.broadcast(torch.ones(5, dtype=torch.int8))
             ranks.barrier()

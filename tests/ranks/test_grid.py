@@ -1,4 +1,4 @@
-"""Ranks in rows and columns: two ways of splitting at once, and the weights of one process."""
+"""Ranks in rows and columns: two ways of splitting at once, one process's weights."""
 
 import copy
 
@@ -23,7 +23,16 @@ from d2lpar.ranks.grid import make_grid
 from d2lpar.tensor_parallel.layers import TensorParallelLeNet
 
 STEPS, LR, ROWS = 5, 0.1, 16
-LENET_CUTS = (0, 0, 1, None, 1, 0, 0, None)  # along which dimension each parameter is cut
+LENET_CUTS = (
+    0,
+    0,
+    1,
+    None,
+    1,
+    0,
+    0,
+    None,
+)  # along which dimension each parameter is cut
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 4), (4, 1), (2, 3)])
@@ -44,7 +53,9 @@ def test_rows_are_neighbours_and_columns_have_one_of_each_row(rows, columns):
 
 @in_ranks(2)
 def test_a_grid_of_another_size_than_the_world_is_an_error(rank, k):
-    said = [attempt(make_grid, *sizes)[:2] for sizes in [(2, 2), (1, 1), (0, 2), (-1, -2)]]
+    said = [
+        attempt(make_grid, *sizes)[:2] for sizes in [(2, 2), (1, 1), (0, 2), (-1, -2)]
+    ]
     assert [kind for kind, _ in said] == ["ValueError"] * 4
     assert said[0][1] == "2 ranks do not make 2 rows of 2 columns"
     row, _ = make_grid(1, 2)  # nothing was left half done
@@ -55,7 +66,7 @@ def test_a_grid_of_another_size_than_the_world_is_an_error(rank, k):
 
 
 def train(params, add_gradients, part=0, of=1):
-    """Some steps on this part of each batch. In float64: they amplify the rounding of float32."""
+    """Some steps on this part of each batch; in float64, as they amplify rounding."""
     data = torch.Generator().manual_seed(4)
     for _ in range(STEPS):
         X = torch.randn(ROWS, 1, 28, 28, generator=data, dtype=torch.float64)
@@ -68,7 +79,7 @@ def train(params, add_gradients, part=0, of=1):
 
 
 def tensor_split(row, column, averages):
-    """A LeNet cut among the ranks of a row: its parameters, what adds gradients, the right ones."""
+    """A LeNet cut among a row: its parameters, what adds gradients, the right ones."""
     params = [p.double() for p in init_params(0.1, torch.Generator().manual_seed(3))]
     whole = [param.clone().requires_grad_() for param in params]
     train(whole, lambda X, y: F.cross_entropy(lenet(X, whole), y).backward())
@@ -92,7 +103,9 @@ def pipelined(row, column, averages):
     for param in model.parameters():
         nn.init.normal_(param, std=0.1)
     whole, number = copy.deepcopy(model), dist.get_rank(row)
-    train(list(whole.parameters()), lambda X, y: F.cross_entropy(whole(X), y).backward())
+    train(
+        list(whole.parameters()), lambda X, y: F.cross_entropy(whole(X), y).backward()
+    )
     stage = cut(model, 2)[number]
     replica = NaiveDistributedDataParallel(stage, column)
     pipeline = DistributedPipeline(replica, nn.CrossEntropyLoss(), 4, group=row)
@@ -102,7 +115,11 @@ def pipelined(row, column, averages):
         if averages:
             replica.average_gradients()
 
-    return list(stage.parameters()), add_gradients, list(cut(whole, 2)[number].parameters())
+    return (
+        list(stage.parameters()),
+        add_gradients,
+        list(cut(whole, 2)[number].parameters()),
+    )
 
 
 @pytest.mark.parametrize("averages", [True, False])

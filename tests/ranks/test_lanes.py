@@ -1,4 +1,4 @@
-"""Lanes in shared memory: any length, any number, no circle of waiting, and nothing left behind."""
+"""Lanes in shared memory: any length and number, no circle, nothing left."""
 
 import errno
 import multiprocessing
@@ -12,7 +12,14 @@ import pytest
 import torch
 from helpers import LIMIT, in_ranks, transport_of
 
-from d2lpar.ranks.lanes import CHANNELS, LANE_BYTES, SHORT_BYTES, SLOTS, Lanes, SharedMemory
+from d2lpar.ranks.lanes import (
+    CHANNELS,
+    LANE_BYTES,
+    SHORT_BYTES,
+    SLOTS,
+    Lanes,
+    SharedMemory,
+)
 from d2lpar.ranks.launcher import launch
 from d2lpar.ranks.transport import Messages, Receive, Send, take
 
@@ -42,7 +49,16 @@ def test_a_note_takes_a_short_message_along(rank, k):
     transport = transport_of()
     full, short = transport.piece_bytes // 4, SHORT_BYTES // 4
     after, before = (rank + 1) % k, (rank - 1) % k
-    steps = [[0], [5], [short], [short + 1], [full + 1], [0, 3], [2, full, 0, 4], [full, 1]]
+    steps = [
+        [0],
+        [5],
+        [short],
+        [short + 1],
+        [full + 1],
+        [0, 3],
+        [2, full, 0, 4],
+        [full, 1],
+    ]
     for sizes in steps:
         parts = [torch.ones(n) for n in sizes]
         sends = [Send(after, torch.arange(float(n)) + rank) for n in sizes]
@@ -52,7 +68,8 @@ def test_a_note_takes_a_short_message_along(rank, k):
         transport.exchange(sends, receives, 30)
         wanted = [torch.arange(float(n)) + before + 1 for n in sizes]
         assert all(map(torch.equal, parts, wanted)), sizes
-        along = 0 < next(filter(None, sizes), 0) <= short  # then the note needs no own slot
+        # then the note needs no own slot
+        along = 0 < next(filter(None, sizes), 0) <= short
         slots = sum(-(-n // full) for n in sizes) + (not along)
         used = transport.outgoing[after].turn, transport.incoming[before].turn
         assert used == (turns[0] + slots, turns[1] + slots), sizes
@@ -64,12 +81,17 @@ def test_a_note_takes_a_short_message_along(rank, k):
 @pytest.mark.parametrize("k", [2, 8, 16])
 def test_slots_are_apart_and_small_in_all(k):
     memory = SharedMemory("nowhere", k, {})
-    lanes = [(c, i, j) for c in range(CHANNELS) for i in range(k) for j in range(k) if i != j]
+    lanes = [
+        (c, i, j) for c in range(CHANNELS) for i in range(k) for j in range(k) if i != j
+    ]
     begins = sorted(offset for lane in lanes for offset in memory.slots(*lane))
     assert all(b - a == memory.slot_bytes for a, b in pairwise(begins))  # and no gaps
-    assert begins[0] == 0 and memory.table == len(begins) * memory.slot_bytes <= LANE_BYTES
+    assert (
+        begins[0] == 0 and memory.table == len(begins) * memory.slot_bytes <= LANE_BYTES
+    )
     assert memory.slot_bytes % 64 == 0
-    semaphores = 2 * CHANNELS * k * (k - 1)  # a page each: two launches fit into a container
+    # a page each: two launches fit into a container
+    semaphores = 2 * CHANNELS * k * (k - 1)
     assert k > 8 or 2 * (memory.nbytes + 4096 * semaphores) < 60e6
 
 
@@ -85,13 +107,18 @@ def test_without_room_the_ranks_send_messages(monkeypatch):
     assert SharedMemory.create(2, SimpleNamespace(Semaphore=full)) is None
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     assert SharedMemory.create(2, SPAWN) is None
-    assert launch(lambda rank, k: type(transport_of()), 2, timeout=LIMIT) == [Messages] * 2
+    assert (
+        launch(lambda rank, k: type(transport_of()), 2, timeout=LIMIT) == [Messages] * 2
+    )
 
 
 @pytest.mark.parametrize("on_linux", [True, False])
-def test_the_memory_is_reserved_nobody_else_may_read_it_and_it_is_not_left(on_linux, monkeypatch):
+def test_the_memory_is_reserved_nobody_else_may_read_it_and_it_is_not_left(
+    on_linux, monkeypatch
+):
     access = os.access
-    if not on_linux:  # where there is no /dev/shm, and no room can be reserved in a file
+    # where there is no /dev/shm, and no room can be reserved in a file
+    if not on_linux:
         monkeypatch.setattr(
             os, "access", lambda path, *how: "shm" not in path and access(path, *how)
         )

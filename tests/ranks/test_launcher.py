@@ -1,4 +1,4 @@
-"""Ranks from everywhere that code is written, and none left behind however the run ends."""
+"""Ranks from everywhere code is written, and none left behind however the run ends."""
 
 import contextlib
 import ctypes
@@ -26,15 +26,18 @@ from d2lpar.ranks import launcher
 from d2lpar.ranks.lanes import SharedMemory
 from d2lpar.ranks.launcher import RankError, launch
 
-LIMIT = 200  # seconds, for what takes one to ten: a machine may be busy, and no test is about speed
+# seconds, for what takes one to ten: a machine may be busy, and no test is about speed
+LIMIT = 200
 
 
-def rank_and_size(rank, world_size):  # found by its name: a rank that uses it imports this file
+def rank_and_size(
+    rank, world_size
+):  # found by its name: a rank that uses it imports this file
     return rank, world_size
 
 
 def alive(pid):
-    """Whether the process runs; one that waits for its parent to take notice does not."""
+    """Whether the process runs; one that waits for its parent's notice does not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
@@ -65,7 +68,9 @@ def test_functions_of_all_kinds_and_their_arguments(tmp_path, monkeypatch):
         assert same and torch.equal(tensor, big + rank)
     assert launch(Scaler().scale, 2, 5) == [0, 5]
     assert launch(lambda rank, world_size, *args: args, 1, "a", [1]) == [("a", [1])]
-    (tmp_path / "beside_the_script.py").write_text("def f(rank, world_size): return 7 + rank\n")
+    (tmp_path / "beside_the_script.py").write_text(
+        "def f(rank, world_size): return 7 + rank\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     import beside_the_script
 
@@ -76,22 +81,42 @@ def test_the_group_is_ready_and_on_loopback_only(monkeypatch):
     def check(rank, world_size):
         tensor = torch.tensor([float(rank + 1)])
         dist.all_reduce(tensor, group=dist.new_group(list(range(world_size))))
-        assert (tensor.item(), dist.get_rank(), dist.get_backend()) == (6.0, rank, "gloo")
+        assert (tensor.item(), dist.get_rank(), dist.get_backend()) == (
+            6.0,
+            rank,
+            "gloo",
+        )
         sockets = psutil.Process().net_connections(kind="inet")
         assert {s.laddr.ip for s in sockets} <= {"127.0.0.1", "::1"}
-        assert [s for s in sockets if not s.raddr], "gloo listens somewhere, or we do not see it"
+        assert [s for s in sockets if not s.raddr], (
+            "gloo listens somewhere, or we do not see it"
+        )
         time.sleep(0.02 * (world_size - rank))  # the last one returns first
         return rank
 
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")  # gloo would follow it
+    monkeypatch.setenv(
+        "GLOO_SOCKET_IFNAME", "no_such_interface"
+    )  # gloo would follow it
     assert launch(check, 3) == [0, 1, 2]
 
 
 def test_surroundings_are_those_of_the_call_not_of_the_first_one(tmp_path, monkeypatch):
     def surroundings(rank, world_size):
-        names = ["D2LPAR_NEW", "D2LPAR_GONE", "PYTHONSAFEPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK"]
+        names = [
+            "D2LPAR_NEW",
+            "D2LPAR_GONE",
+            "PYTHONSAFEPATH",
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+        ]
         place = tempfile.gettempdir(), torch.get_num_threads(), os.getppid()
-        return torch.rand(1), [os.environ.get(name) for name in names], os.getcwd(), *place
+        return (
+            torch.rand(1),
+            [os.environ.get(name) for name in names],
+            os.getcwd(),
+            *place,
+        )
 
     monkeypatch.setenv("D2LPAR_GONE", "here")
     [(first, values, _, _, threads, server)] = launch(surroundings, 1, threads=2)
@@ -100,10 +125,16 @@ def test_surroundings_are_those_of_the_call_not_of_the_first_one(tmp_path, monke
     monkeypatch.delenv("D2LPAR_GONE")
     monkeypatch.chdir(tmp_path)
     for rank, (drawn, values, folder, *others) in enumerate(launch(surroundings, 2)):
-        assert (drawn == first) == (rank == 0)  # the same in every run, and another on each rank
+        assert (drawn == first) == (
+            rank == 0
+        )  # the same in every run, and another on each rank
         assert values == ["seen", None, None, str(rank), "2", str(rank)]
         assert os.path.samefile(folder, tmp_path)
-        assert others == [tempfile.gettempdir(), 1, server]  # all come from one warm server
+        assert others == [
+            tempfile.gettempdir(),
+            1,
+            server,
+        ]  # all come from one warm server
     assert "RANK" not in os.environ
 
 
@@ -132,13 +163,37 @@ def uses_a_lock(rank, world_size):
 @pytest.mark.parametrize(
     "call, error, words",
     [
-        (lambda: launch(rank_and_size, 0), ValueError, "world_size must be at least 1, got 0"),
+        (
+            lambda: launch(rank_and_size, 0),
+            ValueError,
+            "world_size must be at least 1, got 0",
+        ),
         (lambda: launch(rank_and_size, 2.0), TypeError, "'float' object"),
-        (lambda: launch(abs, 1, timeout=float("inf")), ValueError, "at most 1e6 seconds, got inf"),
-        (lambda: launch(3, 2), TypeError, r"got 3; write launch\(f, 2\), not launch\(f\(\)\)"),
-        (lambda: launch(abs, 1, generator()), TypeError, r"argument 0 \(generator\) cannot be"),
-        (lambda: launch(generator().send, 1), TypeError, "the function <.*> cannot be sent"),
-        (lambda: launch(uses_a_lock, 1), TypeError, r"'LOCK' \(lock\), which the function uses,"),
+        (
+            lambda: launch(abs, 1, timeout=float("inf")),
+            ValueError,
+            "at most 1e6 seconds, got inf",
+        ),
+        (
+            lambda: launch(3, 2),
+            TypeError,
+            r"got 3; write launch\(f, 2\), not launch\(f\(\)\)",
+        ),
+        (
+            lambda: launch(abs, 1, generator()),
+            TypeError,
+            r"argument 0 \(generator\) cannot be",
+        ),
+        (
+            lambda: launch(generator().send, 1),
+            TypeError,
+            "the function <.*> cannot be sent",
+        ),
+        (
+            lambda: launch(uses_a_lock, 1),
+            TypeError,
+            r"'LOCK' \(lock\), which the function uses,",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(call, error, words):
@@ -161,7 +216,10 @@ def launch_in_a_pool():
 @pytest.mark.parametrize(
     "deed, words",
     [
-        (chained, r"^rank 1: OSError: no file\n(.*\n)*.*{}\[\"a\"\](.*\n)*KeyError: 'a'"),
+        (
+            chained,
+            r"^rank 1: OSError: no file\n(.*\n)*.*{}\[\"a\"\](.*\n)*KeyError: 'a'",
+        ),
         (lambda: launch(), "^rank 1: TypeError: launch.. missing 2 required"),
         (lambda: exec("x ="), "^rank 1: SyntaxError: invalid syntax"),
         (lambda: sys.exit(4), "^rank 1: SystemExit: 4"),
@@ -188,13 +246,15 @@ class TwoArguments(Exception):
 
 
 def test_a_result_that_cannot_be_read_back_names_its_rank():
-    with pytest.raises(RankError, match=r"^rank 1: its result cannot be read back: TypeE") as it:
+    with pytest.raises(
+        RankError, match=r"^rank 1: its result cannot be read back: TypeE"
+    ) as it:
         launch(lambda rank, world_size: TwoArguments("a", "b") if rank else None, 2)
     assert it.value.rank == 1
 
 
 def test_an_error_that_follows_from_another_is_not_the_first(monkeypatch):
-    """The others may learn of a rank's failure, and report theirs, before it reports its own."""
+    """The others may learn of a rank's failure, and report theirs, before it does."""
     monkeypatch.setattr(launcher, "GRACE", 10)
 
     def fail(rank, world_size):
@@ -226,15 +286,21 @@ def test_ranks_that_do_not_finish_are_named_with_the_place_where_each_stands(cap
     with pytest.raises(RankError) as caught:
         launch(some_hang, 5, timeout=1)
     text, errors = str(caught.value), caught.value.errors
-    assert text.startswith("rank 1, rank 2, rank 3, rank 4 did not finish within 1 s (finished: 0)")
+    assert text.startswith(
+        "rank 1, rank 2, rank 3, rank 4 did not finish within 1 s (finished: 0)"
+    )
     assert caught.value.rank == 1 and sorted(errors) == [1, 2, 3, 4]
     assert "# here it hangs" in errors[1] and ", in some_hang" in text
     assert "# here it waits" in errors[2] and "no answer: " in errors[3]
-    assert "multiprocessing" not in errors[1]  # the stack begins at the function of the user
+    assert (
+        "multiprocessing" not in errors[1]
+    )  # the stack begins at the function of the user
     assert capsys.readouterr().out.count("half a line\n") == 3
 
 
-def test_a_rank_that_stops_in_the_middle_of_a_message_does_not_block_the_caller(monkeypatch):
+def test_a_rank_that_stops_in_the_middle_of_a_message_does_not_block_the_caller(
+    monkeypatch,
+):
     def stop(rank, world_size):
         def send_a_part(connection, message):
             os.write(connection.fileno(), message[:2])
@@ -263,7 +329,9 @@ def test_what_the_system_refuses_is_told_and_nothing_is_left(monkeypatch):
         real_start(process)
 
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
-    with pytest.raises(RuntimeError, match=r"the ranks cannot be started: .*Too many open"):
+    with pytest.raises(
+        RuntimeError, match=r"the ranks cannot be started: .*Too many open"
+    ):
         launch(rank_and_size, 2)
     assert not multiprocessing.active_children()
     assert launch(rank_and_size, 1) == [(0, 1)]
@@ -291,16 +359,22 @@ def test_nothing_accumulates_in_the_caller():
 def test_a_rank_may_have_processes_which_end_with_it(capfd):
     def work(rank, world_size):
         numbers = torch.utils.data.TensorDataset(torch.arange(10.0))
-        loader = torch.utils.data.DataLoader(numbers, 4, num_workers=2, persistent_workers=True)
+        loader = torch.utils.data.DataLoader(
+            numbers, 4, num_workers=2, persistent_workers=True
+        )
         total = sum(float(X.sum()) for (X,) in loader)
         pool = multiprocessing.Pool(1)  # left open, as the loader is
-        pool.apply(print, ["from the pool"])  # and not through the rank's line to its caller
+        pool.apply(
+            print, ["from the pool"]
+        )  # and not through the rank's line to its caller
         subprocess.Popen(["sleep", "300"])
         return total, [child.pid for child in psutil.Process().children(recursive=True)]
 
     for total, children in launch(work, 2, timeout=LIMIT):
         assert total == 45 and len(children) == 4
-        wait_until(lambda pids=children: not any(map(alive, pids)), "processes are left")
+        wait_until(
+            lambda pids=children: not any(map(alive, pids)), "processes are left"
+        )
     assert "[rank" not in capfd.readouterr().out
 
     def die(rank, world_size):
@@ -321,7 +395,9 @@ def test_an_interrupt_while_the_lanes_are_made_leaves_nothing(monkeypatch):
     def create(*args):
         memory = real_create(*args)
         locks = [lock for pair in memory.semaphores.values() for lock in pair]
-        made.extend([memory.path, *(f"/dev/shm/sem.{s._semlock.name[1:]}" for s in locks)])
+        made.extend(
+            [memory.path, *(f"/dev/shm/sem.{s._semlock.name[1:]}" for s in locks)]
+        )
         signal.raise_signal(signal.SIGINT)
         return memory
 
@@ -338,7 +414,9 @@ def test_an_interrupt_while_the_lanes_are_made_leaves_nothing(monkeypatch):
 
 
 STRICT = ["-W", "error"]
-if torch.__version__.startswith("2.6."):  # its compiler leaves a folder to be removed at the end
+if torch.__version__.startswith(
+    "2.6."
+):  # its compiler leaves a folder to be removed at the end
     STRICT += ["-W", "ignore:Implicitly cleaning up:ResourceWarning"]
 
 
@@ -346,7 +424,8 @@ if torch.__version__.startswith("2.6."):  # its compiler leaves a folder to be r
 def script(source, *, how="file"):
     """Run a script in a session and with a temporary directory of its own; yield both.
 
-    Its folder has files named as modules, except on standard input: Python itself would import them
+    Its folder has files named as modules, except on standard input: Python itself would
+    import them
     """
     with tempfile.TemporaryDirectory(prefix="d2l-") as folder:
         main, scratch, here = (Path(folder) / name for name in ("main.py", "t", "here"))
@@ -358,7 +437,11 @@ def script(source, *, how="file"):
         with open(main if how == "stdin" else os.devnull) as stdin:
             process = subprocess.Popen(
                 [sys.executable, *STRICT, "-" if how == "stdin" else main],
-                **{"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+                **{
+                    "stdin": stdin,
+                    "stdout": subprocess.PIPE,
+                    "stderr": subprocess.PIPE,
+                },
                 cwd=folder if how == "stdin" else here,
                 env={**os.environ, "TMPDIR": str(scratch)},
                 text=True,
@@ -387,7 +470,7 @@ HANG = """
     import os, signal, sys, threading, time
     from d2lpar import launch
 
-    # A background job of a shell script ignores SIGINT, and what it starts inherits that.
+    # A shell script's background job ignores SIGINT; what it starts inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def hang(rank, world_size):
@@ -408,7 +491,7 @@ def test_killing_the_caller_leaves_nothing():
 
 def test_interrupting_leaves_nothing_and_the_next_launch_works():
     source = """
-    for seconds in (0.3, 0.0, 0.005, 0.01, 0.02, 0.5):  # the first while the server still imports
+    for seconds in (0.3, 0.0, 0.005, 0.01, 0.02, 0.5):  # 0.3: the server still imports
         try:  # as Control-C does: the whole process group
             threading.Timer(seconds, os.killpg, (0, signal.SIGINT)).start()
             launch(hang, 3, timeout=1000)
@@ -425,8 +508,12 @@ def test_interrupting_leaves_nothing_and_the_next_launch_works():
             interrupted += "interrupted" in line
         assert interrupted == 6 and line.startswith("left ['pymp-")
         assert "store" not in str(list(os.walk(scratch)))
-        names = [" ".join(psutil.Process(pid).cmdline()) for pid in session(process.pid)]
-        assert len(names) == 3, names  # the script, the fork server and the resource tracker
+        names = [
+            " ".join(psutil.Process(pid).cmdline()) for pid in session(process.pid)
+        ]
+        assert len(names) == 3, (
+            names
+        )  # the script, the fork server and the resource tracker
         process.kill()
         wait_until(lambda: not session(process.pid), "processes are left")
         assert process.stderr.read() == ""
@@ -472,14 +559,16 @@ def test_scripts_run_their_top_level_once(how):
         assert "True" in lines and lines.count("[rank 1] hello") == 2
         assert ", in f" in out and "ValueError: nothing" in out
         assert how == "stdin" or 'raise ValueError("nothing")' in out
-        assert (scratch / "runs").read_text() == "once\n" and os.listdir(scratch) == ["runs"]
+        assert (scratch / "runs").read_text() == "once\n" and os.listdir(scratch) == [
+            "runs"
+        ]
 
 
 CELLS = """
     import os, time
     import torch, torch.distributed as dist
     from d2lpar.ranks.launcher import RankError, launch
-    _ = torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # threads of OpenMP, after which fork hangs
+    _ = torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # OpenMP: a fork would hang
     # Next cell
     def add_up(rank, world_size):
         tensor = torch.tensor([rank + 1])
@@ -511,8 +600,10 @@ CELLS = """
 CELLS = [cell.strip() for cell in textwrap.dedent(CELLS).split("# Next cell")]
 
 
-def test_cells_in_a_kernel_as_jupyterlab_has_it_and_an_interrupted_one(tmp_path, monkeypatch):
-    """JupyterLab starts, interrupts and shuts down its kernels with jupyter_client, as we do."""
+def test_cells_in_a_kernel_as_jupyterlab_has_it_and_an_interrupted_one(
+    tmp_path, monkeypatch
+):
+    """Like JupyterLab, we start, interrupt and stop kernels with jupyter_client."""
     from jupyter_client.manager import start_new_kernel
 
     def run(cell, look=lambda content: None):
@@ -553,14 +644,19 @@ def test_cells_in_a_kernel_as_jupyterlab_has_it_and_an_interrupted_one(tmp_path,
         assert late.count("time.sleep(1000)  # stuck in a cell\n") == 2
         assert "ipykernel" not in failed + late
         pids = []
-        assert run("launch(stuck, 2, timeout=1000)", interrupt).endswith("KeyboardInterrupt")
+        assert run("launch(stuck, 2, timeout=1000)", interrupt).endswith(
+            "KeyboardInterrupt"
+        )
         assert not any(map(alive, pids)) and run("launch(add_up, 2)").endswith("[3, 3]")
 
         pids = []
         client.execute("launch(stuck, 2, timeout=1000)")
         while len(pids) < 2:
             pids += pids_in(client.get_iopub_msg(timeout=LIMIT)["content"])
-        pids += [p.pid for p in psutil.Process(kernel.provisioner.pid).children(recursive=True)]
+        pids += [
+            p.pid
+            for p in psutil.Process(kernel.provisioner.pid).children(recursive=True)
+        ]
     finally:
         client.stop_channels()
         kernel.shutdown_kernel(now=True)

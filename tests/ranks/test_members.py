@@ -1,4 +1,4 @@
-"""What is kept for a group goes when the group goes, and a line is apart from the group's calls."""
+"""What is kept for a group goes with it; a line is apart from the group's calls."""
 
 import gc
 import threading
@@ -50,10 +50,14 @@ def test_destroyed_group_is_not_kept_and_its_channel_is_used_again(rank, k):
 def test_channel_in_which_something_may_be_left_is_not_used_again(rank, k):
     late = partial(attempt, timeout=0.3)
     for left in (
-        lambda group: rank == 0 and ranks.broadcast(torch.ones(3), 0, group, check=False),
+        lambda group: (
+            rank == 0 and ranks.broadcast(torch.ones(3), 0, group, check=False)
+        ),
         lambda group: rank == 0 and late(ranks.barrier, group),  # a note
         # It has waited in vain, and knows not what for
-        lambda group: rank == 0 and late(ranks.broadcast, torch.ones(1), 1, group, check=False),
+        lambda group: (
+            rank == 0 and late(ranks.broadcast, torch.ones(1), 1, group, check=False)
+        ),
     ):
         group = dist.new_group()
         assert channel_of(group) is not None
@@ -66,7 +70,9 @@ def test_channel_in_which_something_may_be_left_is_not_used_again(rank, k):
 
 
 @in_ranks(2)
-def test_lines_and_groups_have_an_order_of_their_own_and_lines_give_their_channels_back(rank, k):
+def test_lines_and_groups_have_an_order_of_their_own_and_lines_give_their_channels_back(
+    rank, k
+):
     def add_up(i, place):
         for _ in range(20):
             tensor = torch.full((5,), 10.0**i + rank)
@@ -81,14 +87,17 @@ def test_lines_and_groups_have_an_order_of_their_own_and_lines_give_their_channe
     lines = [line_of(None) for _ in range(CHANNELS)]
     for line in lines:
         ranks.barrier(line)
-    assert [type(line.transport) for line in lines] == [Lanes] * (CHANNELS - 1) + [Messages]
+    assert [type(line.transport) for line in lines] == [Lanes] * (CHANNELS - 1) + [
+        Messages
+    ]
     del line, lines
     for way, kind in (("lanes", Lanes), ("messages", Messages)):
         take(way)
         group = dist.new_group()
         take(way, group)
         places = [line_of(None), line_of(None), None, group]
-        with ThreadPoolExecutor(4) as executor:  # on rank 1 they begin the other way round
+        # on rank 1 they begin the other way round
+        with ThreadPoolExecutor(4) as executor:
             order = (0, 1, 2, 3) if rank == 0 else (3, 2, 1, 0)
             calls = [executor.submit(add_up, i, places[i]) for i in order]
             [call.result() for call in calls]
@@ -139,13 +148,17 @@ def test_two_threads_that_begin_a_group_have_one_transport(rank, k):
     members._find_lanes = slow
     both = threading.Barrier(2)
     with ThreadPoolExecutor(2) as executor:
-        calls = [lambda: (both.wait(), members.member_of(group, 30)[0].transport)[1]] * 2
+        calls = [
+            lambda: (both.wait(), members.member_of(group, 30)[0].transport)[1]
+        ] * 2
         first, second = executor.map(lambda call: call(), calls)
     assert len(searches) == 1 and first is second and type(first) is Lanes
 
 
 @in_ranks(2)
-def test_the_timeout_is_that_of_the_call_also_of_the_first_one_or_of_the_messages(rank, k):
+def test_the_timeout_is_that_of_the_call_also_of_the_first_one_or_of_the_messages(
+    rank, k
+):
     group = dist.new_group()
     ranks.use_messages(timeout=0.3)
     if rank == 1:

@@ -22,8 +22,14 @@ def test_each_member_makes_the_moves_that_begin_or_end_with_it(schedule, k):
     for i, step in enumerate(steps):
         sends, receives = zip(*(moves.steps[i] for moves in all_moves), strict=True)
         expected = {(m.src, m.dst, m.chunk) for m in step}
-        assert {(src, *send) for src, own in enumerate(sends) for send in own} == expected
-        found = {(src, dst, chunk) for dst, own in enumerate(receives) for src, chunk, _ in own}
+        assert {
+            (src, *send) for src, own in enumerate(sends) for send in own
+        } == expected
+        found = {
+            (src, dst, chunk)
+            for dst, own in enumerate(receives)
+            for src, chunk, _ in own
+        }
         assert found == expected
 
 
@@ -57,7 +63,9 @@ def lying(k):
 def test_the_name_tells_schedules_of_one_name_apart(fresh, monkeypatch):
     monkeypatch.setattr(lying, "__qualname__", "ring")
     names = [own_moves(schedule, 2, 0, "sum").name for schedule in (lying, ring)]
-    assert len(set(names)) == 2 and all(name.startswith("schedule ring (") for name in names)
+    assert len(set(names)) == 2 and all(
+        name.startswith("schedule ring (") for name in names
+    )
 
 
 @given(st.integers(0, 1000), st.integers(1, 64))
@@ -71,11 +79,18 @@ def test_bounds_are_where_tensor_split_cuts(numel, n):
 def test_messages_are_views_of_the_tensor():
     flat, bounds = torch.arange(7), even_bounds(7, 3)  # 3, 2 and 2 elements
     moves = own_moves(ring, 3, 1, "sum").steps
-    for (sends, receives), own in zip(messages_of(moves, flat, bounds), moves, strict=True):
+    for (sends, receives), own in zip(
+        messages_of(moves, flat, bounds), moves, strict=True
+    ):
         for messages, planned in zip((sends, receives), own, strict=True):
-            for (member, part, *into), (there, chunk, *how) in zip(messages, planned, strict=True):
+            for (member, part, *into), (there, chunk, *how) in zip(
+                messages, planned, strict=True
+            ):
                 assert (member, into) == (there, how)
                 assert part.tolist() == list(range(bounds[chunk], bounds[chunk + 1]))
-                assert part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+                assert (
+                    part.untyped_storage().data_ptr()
+                    == flat.untyped_storage().data_ptr()
+                )
     [([(_, whole)], _)] = messages_of([([(0, None)], [])], flat)
     assert whole is flat

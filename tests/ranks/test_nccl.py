@@ -1,4 +1,4 @@
-"""NCCL's messages: what can be tried without GPUs, with gloo in NCCL's place, and the choice."""
+"""NCCL's messages: what can be tried without GPUs, over gloo; and the choice."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from d2lpar.ranks.transport import Messages
 
 
 class OverGloo(NcclMessages):
-    """Sends CPU tensors as NCCL's messages are sent, all those of a step at once, but over gloo."""
+    """Sends CPU tensors as NCCL's messages, a step's all at once, but over gloo."""
 
     batches = 0
 
@@ -39,7 +39,8 @@ def test_a_step_is_one_batch_and_right():
                 transport.batches = 0
                 ranks.allreduce(tensor, schedule)
                 assert torch.equal(tensor, torch.arange(float(numel)) * 6), schedule
-                assert transport.batches <= 1 + len(list(schedule(k)))  # 1 for the notes
+                # 1 for the notes
+                assert transport.batches <= 1 + len(list(schedule(k)))
         return transport.tell(b"%d" % rank, 30)
 
     assert launch(check, 3, timeout=LIMIT) == [[b"0", b"1", b"2"]] * 3
@@ -67,11 +68,14 @@ class Group:
     ("backends", "kind", "notes"),
     [
         ("cpu:gloo,cuda:gloo", Messages, "cpu"),
-        ("cpu:gloo,cuda:nccl", NcclMessages, "cpu"),  # of a group made without naming a backend
+        # of a group made without naming a backend
+        ("cpu:gloo,cuda:nccl", NcclMessages, "cpu"),
         ("cuda:nccl", NcclMessages, "cuda:1"),
     ],
 )
-def test_messages_are_nccls_where_a_group_has_it_for_gpus(backends, kind, notes, monkeypatch):
+def test_messages_are_nccls_where_a_group_has_it_for_gpus(
+    backends, kind, notes, monkeypatch
+):
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 5)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(8)))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
@@ -87,7 +91,9 @@ def test_messages_are_nccls_where_a_group_has_it_for_gpus(backends, kind, notes,
 
 def test_the_gpu_is_that_of_the_group_or_of_the_rank_and_not_the_threads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("each thread has one"))
+    monkeypatch.setattr(
+        torch.cuda, "current_device", lambda: pytest.fail("each thread has one")
+    )
     monkeypatch.setattr(dist, "get_rank", lambda: 6)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     group = Group()

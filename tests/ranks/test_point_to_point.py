@@ -1,4 +1,4 @@
-"""One tensor from rank to rank: what arrives is what was sent, or an error says why not."""
+"""One tensor from rank to rank: what was sent arrives, or an error says why not."""
 
 import gc
 import subprocess
@@ -17,8 +17,21 @@ from d2lpar.ranks.point_to_point import HEADER, Sender, receive, send
 from d2lpar.ranks.transport import Send
 
 HEADER_BYTES = HEADER.size
-FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
-OTHERS = (torch.complex64, torch.complex128, torch.uint8, torch.int16, torch.int64, torch.bool)
+FLOATS = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+)
+OTHERS = (
+    torch.complex64,
+    torch.complex128,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.bool,
+)
 
 
 def values(shape, dtype=torch.float32):
@@ -31,7 +44,12 @@ def values(shape, dtype=torch.float32):
 def tensors():
     image, waves = values((2, 3, 4, 5)), values((3, 2), torch.complex64)
     found = [values((3, 5), dtype) for dtype in FLOATS + OTHERS]
-    found += [values(()), values((0,)), values((2, 0, 3)), values((1, 2, 1, 3, 1, 2, 2, 2))]
+    found += [
+        values(()),
+        values((0,)),
+        values((2, 0, 3)),
+        values((1, 2, 1, 3, 1, 2, 2, 2)),
+    ]
     found += [image.permute(3, 1, 0, 2), image[:, 1, ::2], values((1, 3)).expand(4, 3)]
     found += [
         image.to(memory_format=torch.channels_last),
@@ -52,7 +70,11 @@ def test_what_arrives_is_what_was_sent(rank, k, way):
             send(tensor, 1 - rank, f"tensor {i}")
             continue
         got = receive(1 - rank, f"tensor {i}")
-        assert (got.dtype, got.shape, got.requires_grad) == (tensor.dtype, tensor.shape, False)
+        assert (got.dtype, got.shape, got.requires_grad) == (
+            tensor.dtype,
+            tensor.shape,
+            False,
+        )
         assert torch.equal(got.to(torch.complex128), tensor.to(torch.complex128)), i
 
 
@@ -74,10 +96,14 @@ def test_gradients_devices_labels_and_order(rank, k, way):
         return
     wants, not_told, elsewhere = receive(0), receive(0), receive(0, device="meta")
     (wants * 2).sum().backward()
-    assert wants.is_leaf and wants.grad.tolist() == [2, 2] and not not_told.requires_grad
+    assert (
+        wants.is_leaf and wants.grad.tolist() == [2, 2] and not not_told.requires_grad
+    )
     assert elsewhere.is_meta
     time.sleep(0.1)
-    assert [receive(0, str(i)).tolist() for i in range(5)] == [[i] * 3 for i in range(5)]
+    assert [receive(0, str(i)).tolist() for i in range(5)] == [
+        [i] * 3 for i in range(5)
+    ]
     kind, text, *_ = attempt(receive, 0, "gradient 4")
     assert kind == "MismatchError" and "rank 0 has sent 'gradient 41'" in text
     assert "'gradient 4' was expected" in text
@@ -91,9 +117,16 @@ def test_a_missing_rank_is_named_in_time(rank, k, way, what):
     take(way)
     if rank:
         return
-    arguments = (receive, 2) if what == "sends nothing" else (send, torch.ones(1_250_000), 2)
+    arguments = (
+        (receive, 2) if what == "sends nothing" else (send, torch.ones(1_250_000), 2)
+    )
     kind, text, named, seconds = attempt(*arguments, timeout=0.3)
-    assert kind == "PeerError" and named == (2,) and "rank 2" in text and 0.2 < seconds < SOON
+    assert (
+        kind == "PeerError"
+        and named == (2,)
+        and "rank 2" in text
+        and 0.2 < seconds < SOON
+    )
     kind, again, *_ = attempt(*arguments, timeout=LIMIT)
     assert kind == "PeerError" and f"since an earlier call: PeerError: {text}" in again
 
@@ -142,7 +175,9 @@ def test_a_group_has_ranks_of_the_world_and_messages_of_its_own(rank, k):
     send(torch.zeros(1), 3, "world")
     with count_bytes() as ledger:
         send(torch.arange(4.0), other, "here", group)
-    assert ledger.bytes == {(1, 3): HEADER_BYTES + 16} and ledger.messages == {(1, 3): 2}
+    assert ledger.bytes == {(1, 3): HEADER_BYTES + 16} and ledger.messages == {
+        (1, 3): 2
+    }
 
 
 @both_ways
@@ -156,7 +191,9 @@ def test_what_was_not_sent_as_a_message_ends_the_use_of_the_group(rank, k, way):
     assert kind == "MismatchError"
     assert "'loss' was expected, but rank 0 makes another call" in text
     kind, again, *_ = attempt(receive, 0, "loss")
-    assert kind == "PeerError" and f"since an earlier call: MismatchError: {text}" in again
+    assert (
+        kind == "PeerError" and f"since an earlier call: MismatchError: {text}" in again
+    )
 
 
 @both_ways
@@ -192,7 +229,11 @@ def test_calls_are_made_in_order_in_one_other_thread_until_it_is_stopped():
     [thread] = {future.result(timeout=5) for future in threads}
     assert thread is not threading.current_thread()
     thread.join(timeout=5)
-    assert not thread.is_alive() and last.result(timeout=0) == 7 and made == list(range(50))
+    assert (
+        not thread.is_alive()
+        and last.result(timeout=0) == 7
+        and made == list(range(50))
+    )
 
 
 def test_waiting_thread_holds_nothing():
@@ -208,6 +249,11 @@ def test_waiting_thread_holds_nothing():
 
 
 def test_process_ends_although_a_call_does_not():
-    script = "from time import sleep; from d2lpar.ranks import Sender; Sender().submit(sleep, 60)"
-    done = subprocess.run([sys.executable, "-c", script], timeout=40, capture_output=True)
+    script = (
+        "from time import sleep; from d2lpar.ranks import Sender;"
+        " Sender().submit(sleep, 60)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], timeout=40, capture_output=True
+    )
     assert (done.returncode, done.stderr) == (0, b"")

@@ -1,4 +1,4 @@
-"""A process that torchrun has started finds its place, and the other ranks of the same attempt."""
+"""A process that torchrun starts finds its place, and its attempt's other ranks."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +18,14 @@ def test_a_process_finds_its_place():
 
 def test_place_names_what_is_missing_and_contradictions():
     for changes, words in (
-        ({"RANK": "", "MASTER_ADDR": ""}, "not set: RANK, MASTER_ADDR; torchrun sets all of them"),
-        ({"RANK": "4"}, "contradict each other: RANK=4, LOCAL_RANK=1, WORLD_SIZE=4, LOCAL_WORLD"),
+        (
+            {"RANK": "", "MASTER_ADDR": ""},
+            "not set: RANK, MASTER_ADDR; torchrun sets all of them",
+        ),
+        (
+            {"RANK": "4"},
+            "contradict each other: RANK=4, LOCAL_RANK=1, WORLD_SIZE=4, LOCAL_WORLD",
+        ),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2"),
         ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5"),
         ({"RANK": "0"}, "RANK=0, LOCAL_RANK=1"),
@@ -43,7 +49,8 @@ def test_ranks_meet_where_no_earlier_attempt_has_been():
         with ThreadPoolExecutor(3) as threads:
             return list(threads.map(rank, range(3)))
 
-    for late in range(3):  # who finds what the others, and the attempts before, have left
+    # who finds what the others, and the attempts before, have left
+    for late in range(3):
         assert attempt(f"of attempt {late}", late) == [f"of attempt {late}"] * 3
     with pytest.raises(TimeoutError, match=r"^ranks 1, 2 did not come within 0\.1 s$"):
         meet(store, 0, 3, 0.1)

@@ -1,4 +1,4 @@
-"""What a rank does besides its function: it prints, takes locks away, and stays until the end."""
+"""What a rank does besides its function: it prints, and stays to the end."""
 
 import multiprocessing
 import os
@@ -40,7 +40,8 @@ def test_lines_come_whole_labelled_and_in_order(monkeypatch, capsys):
     with monkeypatch.context() as patched:
         patched.setattr(sys.stdout, "write", writes.append)
         launch(print_in_pieces, 3)
-    assert all(text.endswith("\n") for text in writes)  # so lines of others cannot come between
+    # so lines of others cannot come between
+    assert all(text.endswith("\n") for text in writes)
     lines = "".join(writes).splitlines()
     for rank in range(3):
         label = f"[rank {rank}] "
@@ -66,7 +67,9 @@ def test_a_rank_stays_until_all_have_finished():
 def test_no_semaphore_of_a_rank_is_left():
     def make_locks(rank, world_size):  # as a progress bar does
         methods = None, "spawn"
-        make_locks.kept = [multiprocessing.get_context(method).Lock() for method in methods]
+        make_locks.kept = [
+            multiprocessing.get_context(method).Lock() for method in methods
+        ]
         return [lock._semlock.name for lock in make_locks.kept]
 
     for name in chain(*launch(make_locks, 2)):  # None: it has no name any more

@@ -1,4 +1,4 @@
-"""What autograd keeps of a sharded unit: addresses of its parameters, and all else as it is."""
+"""What autograd keeps of a sharded unit: addresses of its parameters."""
 
 import torch
 from helpers import close, grads, on_ranks, randn
@@ -15,14 +15,19 @@ def test_a_view_shows_the_numbers_as_they_are():
     whole = torch.arange(8.0)
     shown = whole, whole[2:4], whole.view(2, 4).T, whole.detach(), whole[:0]
     assert all(is_view(tensor, whole) for tensor in shown)
-    others = whole.clone(), whole[:2].to_sparse(), whole.view(torch.int32), whole.view(torch.int64)
+    others = (
+        whole.clone(),
+        whole[:2].to_sparse(),
+        whole.view(torch.int32),
+        whole.view(torch.int64),
+    )
     negated = torch.view_as_complex(whole.view(4, 2)).conj().imag
     assert negated.is_neg()
     assert not any(is_view(tensor, whole) for tensor in (*others, negated))
 
 
 class Views(nn.Module):
-    """What it keeps for backward is not the weight's numbers as they are: complex, or negated."""
+    """What it keeps for backward is not the weight as it is: complex, negated."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +56,9 @@ def what_backward_needs_may_be_of_any_kind(rank, k):
 def activations_go_with_the_output(rank, k):
     """Also without a backward pass, and where an operation keeps its own output."""
     for layer in (nn.Tanh(), nn.GELU()):
-        model = fully_shard(nn.Sequential(nn.Linear(4, 4), layer), reshard_after_forward=True)
+        model = fully_shard(
+            nn.Sequential(nn.Linear(4, 4), layer), reshard_after_forward=True
+        )
         output = model(torch.ones(2, 4))
         memory = StorageWeakRef(output.untyped_storage())
         del output
@@ -59,9 +66,11 @@ def activations_go_with_the_output(rank, k):
 
 
 def what_is_kept_may_be_differentiated_again(rank, k):
-    """The penalty of a gradient: its gradient goes through what was kept, weights and others."""
+    """The penalty of a gradient: its gradient goes through what was kept."""
     torch.manual_seed(0)
-    alone, model = (nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 1)) for _ in "ab")
+    alone, model = (
+        nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 1)) for _ in "ab"
+    )
     model.load_state_dict(alone.state_dict())
     fully_shard(model, reshard_after_forward=True)
     for net in (alone, model):

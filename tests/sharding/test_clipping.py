@@ -33,7 +33,9 @@ def test_gradients_are_clipped_by_the_norm_of_all(rank, k, ignored):
     for norm_type in (2.0, 1, 3.5, math.inf, "inf"):
         for part in (0.5, 2.0):
             alone, model = models(rank, k, ignored)
-            norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), math.inf, norm_type)
+            norm = torch.nn.utils.clip_grad_norm_(
+                alone.parameters(), math.inf, norm_type
+            )
             alone, _ = models(rank, k)
             torch.nn.utils.clip_grad_norm_(alone.parameters(), part * norm, norm_type)
             found = clip_grad_norm_(model.parameters(), part * norm, norm_type)
@@ -72,13 +74,17 @@ def what_is_not_finite_is_told_on_all_ranks(rank, k):
     _, model = models(rank, k)
     if rank == 0:
         next(model.parameters()).grad[0] = torch.nan
-    kind, text, *_ = attempt(clip_grad_norm_, model.parameters(), 1.0, error_if_nonfinite=True)
+    kind, text, *_ = attempt(
+        clip_grad_norm_, model.parameters(), 1.0, error_if_nonfinite=True
+    )
     assert kind == "RuntimeError" and "nan" in text
     assert clip_grad_norm_(model.parameters(), 1.0).isnan()
 
 
 def what_cannot_be_meant_is_refused(rank, k):
-    pair = [fully_shard(nn.Linear(2, 2), group=dist.new_group([0, 1])) for _ in range(2)]
+    pair = [
+        fully_shard(nn.Linear(2, 2), group=dist.new_group([0, 1])) for _ in range(2)
+    ]
     both = [param for module in pair for param in module.parameters()]
     for expected, args in (
         ("ValueError the shards are of several groups", (both, 1.0)),

@@ -17,14 +17,17 @@ ROWS = 12
 
 
 class Model(nn.Module):
-    """A weight in channels_last, buffers, two names of one weight, a frozen layer, a number."""
+    """A channels_last weight, buffers, one weight named twice, one frozen, a number."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
         self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(3).eval()
-        self.first, self.second = nn.Linear(12, 12, bias=False), nn.Linear(12, 12, bias=False)
+        self.first, self.second = (
+            nn.Linear(12, 12, bias=False),
+            nn.Linear(12, 12, bias=False),
+        )
         self.second.weight = self.first.weight
         self.frozen = nn.Linear(12, 5).requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(1.5))
@@ -95,7 +98,11 @@ def check_same(found, expected, exact=False):
         elif isinstance(theirs, torch.Tensor):
             assert ours.shape == theirs.shape and ours.stride() == theirs.stride()
             assert ours.dtype == theirs.dtype and type(ours) is torch.Tensor
-            assert torch.equal(ours, theirs) if exact else close(ours, theirs.detach()) is None
+            assert (
+                torch.equal(ours, theirs)
+                if exact
+                else close(ours, theirs.detach()) is None
+            )
         elif isinstance(theirs, list) and theirs and isinstance(theirs[0], dict):
             check_same(ours, theirs, exact)
         else:
@@ -115,13 +122,16 @@ def test_the_full_state_is_that_of_one_device(way):
 def test_another_number_of_ranks_goes_on_from_the_same_bits(way):
     states = launch(run, 2, way, range(3), timeout=LIMIT)[0]
     for k in (1, 3, 4):
-        check_same(launch(run, k, way, [], states, timeout=LIMIT)[0], states, exact=True)
+        check_same(
+            launch(run, k, way, [], states, timeout=LIMIT)[0], states, exact=True
+        )
     straight = launch(run, 2, way, range(5), timeout=LIMIT)[0]
     again = launch(run, 2, way, range(3, 5), states, timeout=LIMIT)[0]
     check_same(again, straight, exact=True)
     for k in (3, 1):
         check_same(launch(run, k, way, range(3, 5), states, timeout=LIMIT)[0], straight)
-    check_same(run(0, 1, "alone", range(3, 5), states), straight)  # and one without shards
+    # and one without shards
+    check_same(run(0, 1, "alone", range(3, 5), states), straight)
 
 
 def torchs_calls_do_the_same(rank, k):
@@ -138,7 +148,7 @@ def torchs_calls_do_the_same(rank, k):
 
 
 def it_is_gathered_piece_by_piece(rank, k):
-    """Each rank sends its part once, and none has more than one whole tensor beside the result."""
+    """Each rank sends its part once; none has two whole tensors beside the result."""
     torch.manual_seed(0)
     model = mlp(64, 64, 64, 64, 64, dtype=torch.float32)
     for i in (0, 2, 4, 6):
@@ -147,18 +157,25 @@ def it_is_gathered_piece_by_piece(rank, k):
     n = sum(param.numel() for param in model.parameters())
     with count_bytes() as ledger:
         state = full_state_dict(model)
-    payload = ledger.sent(rank) - 136 * ledger.messages[rank, 0] // 2  # a header comes before each
+    # a header comes before each
+    payload = ledger.sent(rank) - 136 * ledger.messages[rank, 0] // 2
     assert rank == 0 or payload == 4 * n
     peak = peak_memory(lambda: full_state_dict(model), "cpu")
     one = 4 * 64 * 64
-    assert peak < (sum(x.nbytes for x in state.values()) + 2 * one if rank == 0 else one)
+    assert peak < (
+        sum(x.nbytes for x in state.values()) + 2 * one if rank == 0 else one
+    )
 
 
 def shards_of_two_groups_and_none_are_refused(rank, k):
     model = shards(Model())
     cases = (
         ("ValueError Sequential has parameters of 0 groups", mlp(3, 3), None),
-        ("ValueError Adam has parameters of 0 groups", ADAM(mlp(3, 3).parameters()), None),
+        (
+            "ValueError Adam has parameters of 0 groups",
+            ADAM(mlp(3, 3).parameters()),
+            None,
+        ),
         ("ValueError dst is 7, but the shards are on the ranks [0, 1]", model, 7),
     )
     for expected, source, dst in cases:
@@ -170,13 +187,18 @@ def a_state_that_does_not_fit_is_refused(rank, k):
     model = shards(Model())
     right = Model().state_dict()
     wrong = (
-        ("ValueError conv.weight has shape [2, 2], but the parameter [3, 2, 3, 3]", "conv.weight"),
+        (
+            "ValueError conv.weight has shape [2, 2], but the parameter [3, 2, 3, 3]",
+            "conv.weight",
+        ),
         ("RuntimeError Error(s) in loading", None),
     )
     before = everyones([param.detach().clone() for param in model.parameters()])
     for expected, name in wrong:
         state = (
-            {**right, name: torch.zeros(2, 2)} if name else {"conv.weight": right["conv.weight"]}
+            {**right, name: torch.zeros(2, 2)}
+            if name
+            else {"conv.weight": right["conv.weight"]}
         )
         kind, text, *_ = attempt(load_full_state_dict, model, state)
         assert f"{kind} {text}".startswith(expected), (kind, text)
@@ -188,18 +210,22 @@ def a_state_that_does_not_fit_is_refused(rank, k):
     )
     model.conv.unshard()
     kind, text, *_ = attempt(load_full_state_dict, model, right)
-    assert kind == "RuntimeError" and text.startswith("the unit conv has whole parameters")
+    assert kind == "RuntimeError" and text.startswith(
+        "the unit conv has whole parameters"
+    )
     model.conv.reshard()
     load_full_state_dict(model, right)
     check_same([full_state_dict(model)], [right if rank == 0 else {}])
 
 
 class Counts(torch.optim.SGD):
-    """An optimiser with a number of its own for each parameter, which no name gives away."""
+    """An optimiser with a number of its own per parameter, which no name gives away."""
 
     def step(self):
         for param in self.param_groups[0]["params"]:
-            self.state[param]["decay"] = self.state[param].get("decay", torch.tensor(1.0)) / 2
+            self.state[param]["decay"] = (
+                self.state[param].get("decay", torch.tensor(1.0)) / 2
+            )
         super().step()
 
 

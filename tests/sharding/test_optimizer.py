@@ -45,7 +45,10 @@ class Odd(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.one = nn.Parameter(torch.ones(1))
         self.linear = nn.Linear(20, 7)
-        self.tied, self.tied_too = nn.Linear(7, 7, bias=False), nn.Linear(7, 7, bias=False)
+        self.tied, self.tied_too = (
+            nn.Linear(7, 7, bias=False),
+            nn.Linear(7, 7, bias=False),
+        )
         self.tied_too.weight = self.tied.weight
         self.frozen = nn.Linear(7, 7).requires_grad_(False)
         self.unused = nn.Linear(3, 3)
@@ -125,12 +128,16 @@ def in_float32(rank, make, wrap=None):
 @in_ranks(2)
 def test_two_ranks_have_the_bits_of_ddp_and_of_torchs_optimizer(rank, k, name):
     way = WAYS[name]
-    for ddp in (DistributedDataParallel, partial(TorchsDDP, find_unused_parameters=True)):
+    for ddp in (
+        DistributedDataParallel,
+        partial(TorchsDDP, find_unused_parameters=True),
+    ):
         theirs = in_float32(rank, lambda model: way(model.parameters()), ddp)
         ours = in_float32(rank, lambda model: sharded(model, way), ddp)
         assert all(map(torch.equal, ours, theirs))
 
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns about torch.jit
+    # which warns about torch.jit
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def torchs(model):
         trained = [param for param in model.parameters() if param.requires_grad]
@@ -144,24 +151,36 @@ def test_two_ranks_have_the_bits_of_ddp_and_of_torchs_optimizer(rank, k, name):
 def takes_what_torchs_takes(rank, k):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    ours, theirs = (inspect.signature(c) for c in (ShardedOptimizer, ZeroRedundancyOptimizer))
+    ours, theirs = (
+        inspect.signature(c) for c in (ShardedOptimizer, ZeroRedundancyOptimizer)
+    )
     names = [name for name in ours.parameters if name != "averages"]
     assert names == list(theirs.parameters)
     for cls in (ZeroRedundancyOptimizer, ShardedOptimizer):
         group = {"params": mlp(3, 3).parameters(), "lr": 0.5}
-        optimizer = cls([group], torch.optim.SGD, None, True, False, lr=1.0, momentum=0.5)
+        optimizer = cls(
+            [group], torch.optim.SGD, None, True, False, lr=1.0, momentum=0.5
+        )
         assert [g["lr"] for g in optimizer.param_groups] == [0.5]
-        assert optimizer.param_groups[0]["momentum"] == optimizer.defaults["momentum"] == 0.5
+        assert (
+            optimizer.param_groups[0]["momentum"]
+            == optimizer.defaults["momentum"]
+            == 0.5
+        )
 
 
 def schedulers_set_what_it_uses(rank, k):
     kinds = (
         partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
-        partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=4),  # momentum, too
+        # momentum, too
+        partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=4),
     )
     for kind in kinds:
         found = []
-        for make in (partial(sharded, averages=True), lambda model, way: way(model.parameters())):
+        for make in (
+            partial(sharded, averages=True),
+            lambda model, way: way(model.parameters()),
+        ):
             model = mlp(4, 5, 3)
             optimizer = make(model, SGD)
             scheduler = kind(optimizer)
@@ -185,12 +204,14 @@ def what_a_scheduler_set_last_is_saved(rank, k):
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.7]
     state = optimizer.full_state_dict()
     assert (
-        [group["lr"] for group in state["param_groups"]] == [0.05, 0.7] if rank == 0 else not state
+        [group["lr"] for group in state["param_groups"]] == [0.05, 0.7]
+        if rank == 0
+        else not state
     )
 
 
 class Counts(torch.optim.SGD):
-    """An optimiser that counts its steps in its groups, as some with a schedule of their own do."""
+    """An optimiser that counts its steps in its groups, as some with a schedule do."""
 
     def step(self):
         for group in self.param_groups:
@@ -244,7 +265,10 @@ def groups_have_their_settings_and_may_come_later(rank, k):
 
 def a_parameter_may_be_unfrozen_later(rank, k):
     found = []
-    for make in (partial(sharded, averages=True), lambda model, way: way(model.parameters())):
+    for make in (
+        partial(sharded, averages=True),
+        lambda model, way: way(model.parameters()),
+    ):
         model = mlp(4, 5, 3)
         model[0].requires_grad_(False)
         optimizer = make(model, SGD)
@@ -283,8 +307,11 @@ def ranks_that_update_other_parameters_are_told(rank, k):
 def gradients_may_lie_otherwise_than_their_parameters(rank, k):
     model = nn.Conv2d(2, 4, 3).double().to(memory_format=torch.channels_last)
     nn.init.zeros_(model.weight)
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, averages=rank < 9)
-    model.weight.grad = randn(4, 2, 3, 3)  # contiguous: a hook or a user may set such a one
+    optimizer = ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, lr=1.0, averages=rank < 9
+    )
+    # contiguous: a hook or a user may set such a one
+    model.weight.grad = randn(4, 2, 3, 3)
     model.bias.grad = torch.zeros(4, dtype=torch.float64)
     optimizer.step()
     close(model.weight.detach(), -randn(4, 2, 3, 3))
@@ -293,7 +320,9 @@ def gradients_may_lie_otherwise_than_their_parameters(rank, k):
 def a_model_may_change_its_memory_format_before_the_first_step(rank, k):
     model = nn.Conv2d(2, 4, 3).double()
     before = model.weight.detach().clone()
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, averages=True)
+    optimizer = ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, lr=1.0, averages=True
+    )
     model.to(memory_format=torch.channels_last)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -309,14 +338,24 @@ def its_state_would_not_follow_it_later(rank, k):
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         kind, text, *_ = attempt(optimizer.step)
-    assert kind == "RuntimeError" and "choose the memory_format before the first step" in text
+    assert (
+        kind == "RuntimeError"
+        and "choose the memory_format before the first step" in text
+    )
 
 
 def each_rank_keeps_its_part_of_the_state_and_no_copy_of_parameters(rank, k):
     model, _, optimizer = trains(rank, k, WAYS["Adam"], averages=True)
-    held = [x.numel() for values in optimizer.state.values() for x in values.values() if x.dim()]
+    held = [
+        x.numel()
+        for values in optimizer.state.values()
+        for x in values.values()
+        if x.dim()
+    ]
     used = [
-        p.numel() for name, p in model.named_parameters() if name.split(".")[0] not in UNTRAINED
+        p.numel()
+        for name, p in model.named_parameters()
+        if name.split(".")[0] not in UNTRAINED
     ]
     assert abs(sum(held) - 2 * sum(used) / k) <= 2 * len(used)
     assert sum(chain(*everyones(held))) == 2 * sum(used)
@@ -330,10 +369,12 @@ UNTRAINED = "frozen", "unused"
 
 
 def gradients_that_were_scattered_wait_for_the_step(rank, k):
-    """Once more changes nothing, not even where a gradient lies otherwise than its parameter."""
+    """Once more changes nothing, not even where a gradient is laid out differently."""
     for averages in (True, False):
         weight = nn.Parameter(torch.zeros(4, 6).T)
-        optimizer = ShardedOptimizer([weight], torch.optim.SGD, lr=1.0, averages=averages)
+        optimizer = ShardedOptimizer(
+            [weight], torch.optim.SGD, lr=1.0, averages=averages
+        )
         weight.grad = torch.ones(6, 4)
         for _ in range(2):
             optimizer.scatter_gradients()
@@ -350,7 +391,9 @@ def a_step_takes_the_newest_gradients(rank, k):
     """Those of a step that was skipped were scattered, and then cleared."""
     for averages in (True, False):
         model = nn.Linear(4, 3)
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, averages=averages)
+        optimizer = ShardedOptimizer(
+            model.parameters(), torch.optim.SGD, lr=1.0, averages=averages
+        )
         before = state_of(model)
         for value in (torch.inf, 1.0):
             (optimizer if averages else model).zero_grad()
@@ -363,9 +406,11 @@ def a_step_takes_the_newest_gradients(rank, k):
 
 
 def gradients_that_wait_for_the_step_are_not_lost(rank, k):
-    """New ones would replace them, also where other parameters, or another rank, have them."""
+    """New ones would replace them, also on other parameters or another rank."""
     first, second = (nn.Parameter(torch.zeros(4)) for _ in range(2))
-    optimizer = ShardedOptimizer([first, second], torch.optim.SGD, lr=1.0, averages=True)
+    optimizer = ShardedOptimizer(
+        [first, second], torch.optim.SGD, lr=1.0, averages=True
+    )
     first.sum().backward()
     optimizer.scatter_gradients()
     if rank == 0:
@@ -380,7 +425,9 @@ def gradients_that_wait_for_the_step_are_not_lost(rank, k):
 
 def an_optimizer_of_16_bits_gathers_16_bits(rank, k):
     model = mlp(6, 5, dtype=torch.bfloat16)
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, averages=True)
+    optimizer = ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, lr=1.0, averages=True
+    )
     before = state_of(model)
     for param in model.parameters():
         param.grad = torch.full_like(param, rank + 1.0)
@@ -393,7 +440,9 @@ def an_optimizer_of_16_bits_gathers_16_bits(rank, k):
 
 def ranks_agree_to_skip_a_step(rank, k):
     model = mlp(4, 3, dtype=torch.float32)
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, averages=True)
+    optimizer = ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, lr=1.0, averages=True
+    )
     scaler = GradScaler(init_scale=8.0, group=torch.distributed.group.WORLD)
     before = state_of(model)
     for param in model.parameters():
@@ -453,20 +502,25 @@ def peak(wrap=None, averages=True):
         model = eight_layers()
         X, y = torch.randn(32, 256), torch.randint(10, (32,))
         net = wrap(model) if wrap else model
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adam, averages=averages)
+        optimizer = ShardedOptimizer(
+            model.parameters(), torch.optim.Adam, averages=averages
+        )
         for _ in range(2):
             optimizer.zero_grad()
             nn.functional.cross_entropy(net(X), y).backward()
             optimizer.step()
 
-    return peak_memory(train, "cpu") / sum(param.numel() for param in eight_layers().parameters())
+    return peak_memory(train, "cpu") / sum(
+        param.numel() for param in eight_layers().parameters()
+    )
 
 
 @pytest.mark.parametrize("k", [2, 4])
 @in_ranks()
 def test_the_peak_has_one_kth_of_the_state_and_no_flat_copy(rank, k):
     assert peak() < {2: 12.4, 4: 10.4}[k]
-    assert peak(DistributedDataParallel, averages=False) < {2: 17, 4: 15}[k]  # and DDP's buckets
+    # and DDP's buckets
+    assert peak(DistributedDataParallel, averages=False) < {2: 17, 4: 15}[k]
 
 
 class Picky(torch.optim.SGD):
@@ -482,9 +536,10 @@ def refusals(rank, k):
     params = list(mlp(3, 3).parameters())
     gaps = nn.Parameter(torch.zeros(4, 6)[:, ::2])
     cases = {
-        "TypeError optimizer_class has to be a class such as torch.optim.Adam, not 'Adam'": partial(
-            ShardedOptimizer, params, "Adam"
-        ),
+        (
+            "TypeError optimizer_class has to be a class"
+            " such as torch.optim.Adam, not 'Adam'"
+        ): partial(ShardedOptimizer, params, "Adam"),
         "NotImplementedError overlap_with_ddp is not supported": partial(
             ShardedOptimizer, params, torch.optim.SGD, None, False, True
         ),
@@ -508,7 +563,10 @@ def refusals(rank, k):
     assert len(optimizer.param_groups) == 1
     optimizer = ShardedOptimizer(params, Picky, lr=1.0)
     more = [nn.Parameter(torch.ones(3))]
-    assert attempt(optimizer.add_param_group, {"params": more, "lr": -1.0})[0] == "ValueError"
+    assert (
+        attempt(optimizer.add_param_group, {"params": more, "lr": -1.0})[0]
+        == "ValueError"
+    )
     more[0].grad = torch.ones(3)
     optimizer.step()
     optimizer.add_param_group({"params": more, "lr": 1.0})
@@ -516,7 +574,9 @@ def refusals(rank, k):
     assert len(optimizer.param_groups) == 2 and more[0].tolist() == [0.0] * 3
     table = nn.Embedding(5, 2, sparse=True)
     for averages in (True, False):
-        optimizer = ShardedOptimizer(table.parameters(), torch.optim.SGD, averages=averages)
+        optimizer = ShardedOptimizer(
+            table.parameters(), torch.optim.SGD, averages=averages
+        )
         table(torch.tensor([1])).sum().backward()
         kind, text, *_ = attempt(optimizer.step)
         assert (kind, "sparse" in text) == ("ValueError", True), (kind, text)

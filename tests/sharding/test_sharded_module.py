@@ -39,7 +39,7 @@ def policy(**values):
 
 
 class Convolutions(nn.Module):
-    """Weights in channels_last, BatchNorm with buffers, a parameter in the model itself."""
+    """Weights in channels_last, BatchNorm, a parameter in the model itself."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Convolutions(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers with one weight, in the unit of the model; a layer that is called twice."""
+    """Two layers with one weight; a layer that is called twice."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class Tied(nn.Module):
 
 
 class Partly(nn.Module):
-    """A unit of which a part is frozen and a part unused; one unit is not used at all."""
+    """A unit in part frozen, in part unused; one unit is not used at all."""
 
     def __init__(self):
         super().__init__()
@@ -78,14 +78,17 @@ class Partly(nn.Module):
         self.used[0].requires_grad_(False)
         self.used.spare = nn.Linear(4, 4)
         self.used.forward = lambda X: self.used[2](self.used[1](self.used[0](X)))
-        self.unused, self.frozen = nn.Linear(3, 3), nn.Linear(4, 4).requires_grad_(False)
+        self.unused, self.frozen = (
+            nn.Linear(3, 3),
+            nn.Linear(4, 4).requires_grad_(False),
+        )
 
     def forward(self, X):
         return self.frozen(self.used(X)).tanh()
 
 
 class Sequences(nn.Module):
-    """An LSTM, which keeps a list of its weights, and attention, which uses another's weight."""
+    """An LSTM keeps a list of its weights; attention uses another's weight."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +105,9 @@ class Nested(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.block = nn.Sequential(nn.Sequential(nn.Linear(32, 8), nn.Tanh()), nn.Linear(8, 4))
+        self.block = nn.Sequential(
+            nn.Sequential(nn.Linear(32, 8), nn.Tanh()), nn.Linear(8, 4)
+        )
         self.gain, self.spare = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(1))
 
     def forward(self, X):
@@ -140,7 +145,9 @@ def trains(model, way=SGD, rank=0, k=1, steps=3, optimizer=None):
     optimizer = optimizer or way(model.parameters())
     for step in range(steps):
         optimizer.zero_grad()
-        model(inputs(rank, k, step).to(next(model.parameters()).dtype)).square().mean().backward()
+        model(
+            inputs(rank, k, step).to(next(model.parameters()).dtype)
+        ).square().mean().backward()
         optimizer.step()
     return optimizer
 
@@ -161,7 +168,8 @@ def test_it_updates_as_one_device_does(rank, k, name):
     alone = build(name)
     trains(alone)
     for way in WAYS:
-        model = shard(build(name, seed=rank), MODELS[name][1], **way)  # rank 0's state counts
+        # rank 0's state counts
+        model = shard(build(name, seed=rank), MODELS[name][1], **way)
         trains(model, rank=rank, k=k)
         check_equal(model, alone)
 
@@ -181,7 +189,9 @@ def test_two_ranks_have_the_bits_of_ddp_and_of_torchs_fully_shard(rank, k, way):
     for options in WAYS:
         ours = shard(mlp(32, 7, 5, 4, dtype=torch.float32), ["0", "2", "4"], **options)
         state = full_state_dict(in_bits(rank, ours, ours, way))
-        assert all(torch.equal(state[name], x) for name, x in ddp.state_dict().items() if state)
+        assert all(
+            torch.equal(state[name], x) for name, x in ddp.state_dict().items() if state
+        )
     theirs = mlp(32, 7, 5, 4, dtype=torch.float32)
     for i in (0, 2, 4):
         fsdp.fully_shard(theirs[i])
@@ -193,19 +203,28 @@ def test_two_ranks_have_the_bits_of_ddp_and_of_torchs_fully_shard(rank, k, way):
 def it_takes_what_torchs_takes(rank, k):
     from torch.distributed import fsdp
 
-    ours, theirs = (inspect.signature(f).parameters for f in (fully_shard, fsdp.fully_shard))
+    ours, theirs = (
+        inspect.signature(f).parameters for f in (fully_shard, fsdp.fully_shard)
+    )
     named = [name for name in theirs if name != "dp_mesh_dims"]  # newer than 2.6
     assert [name for name in ours if name not in ("group", "prefetch")] == named
-    assert ours["reshard_after_forward"].default is theirs["reshard_after_forward"].default
+    assert (
+        ours["reshard_after_forward"].default is theirs["reshard_after_forward"].default
+    )
     for name in ("unshard", "reshard", "set_requires_gradient_sync"):
         ours, theirs = (getattr(cls, name) for cls in (FSDPModule, fsdp.FSDPModule))
-        assert set(inspect.signature(ours).parameters) <= set(inspect.signature(theirs).parameters)
+        assert set(inspect.signature(ours).parameters) <= set(
+            inspect.signature(theirs).parameters
+        )
     states = []
-    for module in (fsdp, __import__("d2lpar.sharding", fromlist=["sharding"])):  # one script
+    # one script
+    for module in fsdp, __import__("d2lpar.sharding", fromlist=["sharding"]):
         model = mlp(32, 7, 4)
         for layer in (model[0], model[2]):
             module.fully_shard(layer, reshard_after_forward=True, mp_policy=policy())
-        module.fully_shard(model, mp_policy=policy(), offload_policy=fsdp.OffloadPolicy())
+        module.fully_shard(
+            model, mp_policy=policy(), offload_policy=fsdp.OffloadPolicy()
+        )
         assert isinstance(model, module.FSDPModule) and isinstance(model, nn.Sequential)
         optimizer = SGD(model.parameters())
         for step in range(4):
@@ -215,7 +234,9 @@ def it_takes_what_torchs_takes(rank, k):
                 optimizer.step()
                 optimizer.zero_grad()
         model.unshard()
-        states.append([getattr(p, "full_tensor", p.clone)() for p in model.parameters()])
+        states.append(
+            [getattr(p, "full_tensor", p.clone)() for p in model.parameters()]
+        )
         model.reshard()
     assert len(states[0]) == 4
 
@@ -223,7 +244,9 @@ def it_takes_what_torchs_takes(rank, k):
 def the_root_is_read_by_unshard_and_parts_are_shards(rank, k):
     model = shard(build("nested"), ["block"])
     whole = build("nested").gain
-    assert all(isinstance(param, Shard) and param.dim() == 1 for param in model.parameters())
+    assert all(
+        isinstance(param, Shard) and param.dim() == 1 for param in model.parameters()
+    )
     assert [name for name, _ in model.named_parameters()] == [
         name for name, _ in build("nested").named_parameters()
     ]
@@ -238,7 +261,9 @@ def the_root_is_read_by_unshard_and_parts_are_shards(rank, k):
     assert isinstance(model.block[1].weight, Shard)  # the unit alone
     trained = model(inputs())
     trained.sum().backward()  # it was whole already, and gradients find their way
-    assert all(shard.grad is not None for shard in model.parameters() if shard.numel() > 1)
+    assert all(
+        shard.grad is not None for shard in model.parameters() if shard.numel() > 1
+    )
     model.reshard()
     assert isinstance(model.gain, Shard)
 
@@ -262,7 +287,9 @@ def gradients_add_up_over_batches(rank, k):
 
 def compare_gradients(model, alone):
     """Each shard's gradient is its part of the whole one; None where that is None."""
-    for (name, part), param in zip(model.named_parameters(), alone.parameters(), strict=True):
+    for (name, part), param in zip(
+        model.named_parameters(), alone.parameters(), strict=True
+    ):
         if param.grad is None:
             assert part.grad is None, name
         else:
@@ -270,18 +297,24 @@ def compare_gradients(model, alone):
 
 
 class Chosen(nn.Module):
-    """Layers to choose from; ``outer`` has an inner unit, and a frozen layer that it keeps."""
+    """Layers to choose from; ``outer`` has an inner unit and a frozen layer."""
 
     def __init__(self):
         super().__init__()
         self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
-        self.outer = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
+        self.outer = nn.Sequential(
+            nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh()
+        )
         self.outer[0].requires_grad_(False)
 
     def forward(self, X, names, reentrant=None):
         for name in names:
             layer = getattr(self, name)
-            X = layer(X) if reentrant is None else checkpoint(layer, X, use_reentrant=reentrant)
+            X = (
+                layer(X)
+                if reentrant is None
+                else checkpoint(layer, X, use_reentrant=reentrant)
+            )
         return X
 
 
@@ -335,7 +368,8 @@ def a_hook_in_backward_may_call_the_model(rank, k):
                 with torch.no_grad():
                     net(inputs(*args))
 
-            net[1].register_full_backward_hook(again)  # while the gradients of "2" are on their way
+            # while the gradients of "2" are on their way
+            net[1].register_full_backward_hook(again)
             for step in range(2):
                 net(inputs(*args, step)).square().mean().backward()
         compare_gradients(model, alone)
@@ -379,7 +413,7 @@ def in_a_record(record, net, X):
 
 
 def a_part_may_come_before_the_model_in_one_pass(rank, k):
-    """Whatever tells of the backward pass: the outputs, in which no tensor may be found."""
+    """Whatever tells of the backward pass: the outputs hold no tensor."""
     for way, record in product(WAYS, (Result, Wrapped)):
         alone, model = build("layers"), shard(build("layers"), ["0", "2"], **way)
         for net, args in ((alone, (0, 1)), (model, (rank, k))):
@@ -391,7 +425,7 @@ def a_part_may_come_before_the_model_in_one_pass(rank, k):
 
 
 def hooks_see_each_gradient_that_has_come(rank, k):
-    """So that an optimiser may update within the backward pass, and keep no gradients."""
+    """So that an optimiser may update within backward, and keep no gradients."""
     for way in WAYS:
         alone, model = build("layers"), shard(build("layers"), ["0", "2"], **way)
         for net, args in ((alone, (0, 1)), (model, (rank, k))):
@@ -420,12 +454,18 @@ def a_parameter_that_was_replaced_is_refused(rank, k):
     model = shard(build("layers"), ["0"])
     other = dict(build("layers", seed=1).named_parameters())
     kind, text, *_ = attempt(torch.func.functional_call, model, other, inputs())
-    assert kind == "RuntimeError" and "the parameter weight of a Linear was replaced" in text
+    assert (
+        kind == "RuntimeError"
+        and "the parameter weight of a Linear was replaced" in text
+    )
     assert all(isinstance(param, Shard) for param in model.parameters())
     model(inputs()).sum().backward()
     model[0].weight = nn.Parameter(torch.ones(7, 32))
     kind, text, *_ = attempt(model, inputs())
-    assert kind == "RuntimeError" and "the parameter weight of a FSDPLinear was replaced" in text
+    assert (
+        kind == "RuntimeError"
+        and "the parameter weight of a FSDPLinear was replaced" in text
+    )
     assert model[0].weight.shape == (7, 32)
 
 
@@ -450,7 +490,10 @@ def evaluation_frees_and_sees_the_newest_weights(rank, k):
                 trains(net, steps=1, optimizer=optimizer)
             for no_grad in (torch.no_grad, torch.inference_mode, torch.enable_grad):
                 with no_grad():
-                    close(model(inputs(step=step)).detach(), alone(inputs(step=step)).detach())
+                    close(
+                        model(inputs(step=step)).detach(),
+                        alone(inputs(step=step)).detach(),
+                    )
         with torch.no_grad():
             model(inputs())
         assert [unit.whole for unit in model._units()] == [None] * 3
@@ -484,7 +527,11 @@ class Checkpointed(nn.Module):
         X = self.first(X)
         for block in self.blocks:
             inside = "inside" in self.how or "no" in self.how
-            X = block(X) if inside else checkpoint(block, X, use_reentrant="re" in self.how)
+            X = (
+                block(X)
+                if inside
+                else checkpoint(block, X, use_reentrant="re" in self.how)
+            )
         return X
 
 
@@ -551,7 +598,9 @@ def a_mesh_of_one_dimension_or_a_group_says_who_shares(rank, k):
     pair = dist.new_group([0, 1]), dist.new_group([2, 3])
     model = shard(build("layers", seed=rank), ["0", "2"], group=pair[rank // 2])
     sizes = everyones(sum(param.numel() for param in model.parameters()))
-    assert sizes[0] + sizes[1] == sum(param.numel() for param in build("layers").parameters())
+    assert sizes[0] + sizes[1] == sum(
+        param.numel() for param in build("layers").parameters()
+    )
     alone = build("layers", seed=2 * (rank // 2))
     for net, args in ((model, (rank % 2, 2)), (alone, (0, 1))):
         trains(net, rank=args[0], k=args[1])
@@ -571,7 +620,9 @@ def sixteen_bits_are_torchs(rank, k):
     from torch.distributed import fsdp
 
     half = policy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        output_dtype=torch.float32,
     )
     results = []
     for call, options in ((fsdp.fully_shard, {}), (fully_shard, {"prefetch": True})):
@@ -603,7 +654,9 @@ def inputs_and_outputs_are_cast_as_the_policy_says(rank, k):
 
     for casts in (True, False):
         mp = policy(
-            param_dtype=torch.float16, output_dtype=torch.float64, cast_forward_inputs=casts
+            param_dtype=torch.float16,
+            output_dtype=torch.float64,
+            cast_forward_inputs=casts,
         )
         model = fully_shard(Pair(), mp_policy=mp)
         output = model(torch.ones(3), more={"x": torch.ones(3), "n": torch.arange(3)})
@@ -674,8 +727,14 @@ def what_cannot_be_sharded_is_named(rank, k):
     gaps = nn.Linear(2, 2)
     gaps.weight = nn.Parameter(torch.zeros(2, 4)[:, ::2])
     cases = (
-        ("TypeError module has to be one nn.Module, not a list", lambda: fully_shard([done])),
-        ("ValueError this FSDPSequential has been sharded already", lambda: fully_shard(done)),
+        (
+            "TypeError module has to be one nn.Module, not a list",
+            lambda: fully_shard([done]),
+        ),
+        (
+            "ValueError this FSDPSequential has been sharded already",
+            lambda: fully_shard(done),
+        ),
         ("ValueError a ModuleList cannot be sharded", lambda: fully_shard(shared)),
         (
             "ValueError a DistributedDataParallel cannot be sharded",
@@ -715,16 +774,28 @@ def what_cannot_be_sharded_is_named(rank, k):
             "ValueError weight has no memory yet",
             lambda: fully_shard(nn.Linear(3, 3, device="meta")),
         ),
-        ("ValueError weight has no memory yet, or lies in it with gaps", lambda: fully_shard(gaps)),
+        (
+            "ValueError weight has no memory yet, or lies in it with gaps",
+            lambda: fully_shard(gaps),
+        ),
         (
             "ValueError pass a group, or a mesh",
             lambda: fully_shard(
                 mlp(2, 2), mesh=init_device_mesh("cpu", (k,)), group=dist.group.WORLD
             ),
         ),
-        ("ValueError the ranks have different modules", lambda: fully_shard(mlp(2, 2 + rank))),
-        ("RuntimeError this parameter was divided", lambda: nn.Sequential(tied_too)(torch.ones(3))),
-        ("TypeError a sharded module cannot be copied", lambda: __import__("copy").deepcopy(done)),
+        (
+            "ValueError the ranks have different modules",
+            lambda: fully_shard(mlp(2, 2 + rank)),
+        ),
+        (
+            "RuntimeError this parameter was divided",
+            lambda: nn.Sequential(tied_too)(torch.ones(3)),
+        ),
+        (
+            "TypeError a sharded module cannot be copied",
+            lambda: __import__("copy").deepcopy(done),
+        ),
     )
     for expected, call in cases:
         kind, text, *_ = attempt(call)
@@ -745,10 +816,15 @@ def autocast_is_refused_where_it_would_keep_weights(rank, k):
         model = fully_shard(mlp(4, 3, dtype=torch.float32), reshard_after_forward=way)
         with torch.autocast("cpu", torch.bfloat16):
             kind, text, *_ = attempt(model, torch.ones(2, 4))
-        assert (kind == "ValueError" and "use mp_policy" in text) == refused, (kind, text)
+        assert (kind == "ValueError" and "use mp_policy" in text) == refused, (
+            kind,
+            text,
+        )
         model(torch.ones(2, 4)).sum().backward()  # and nothing is left behind
     half = policy(param_dtype=torch.bfloat16)
-    model = fully_shard(mlp(4, 3, dtype=torch.float32), reshard_after_forward=True, mp_policy=half)
+    model = fully_shard(
+        mlp(4, 3, dtype=torch.float32), reshard_after_forward=True, mp_policy=half
+    )
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.ones(2, 4)).sum().backward()
 
@@ -785,7 +861,8 @@ def ranks_agree_on_the_scale_and_on_skipped_steps(rank, k):
         scales.append(everyones(scaler.get_scale()))
         counts.append(everyones(optimizer.state[model[0].weight]["step"].item()))
     assert scales[0][0] == scales[0][1] and counts[0] == [5, 5]
-    assert scales[1][0] > scales[1][1] and counts[1] == [6, 5]  # nothing else would tell
+    # nothing else would tell
+    assert scales[1][0] > scales[1][1] and counts[1] == [6, 5]
 
 
 def nothing_outlives_the_model(rank, k):
@@ -840,7 +917,11 @@ test_on_two = on_ranks(
     ],
 )
 test_on_four = on_ranks(
-    4, [replicas_of_shards_are_one_model, a_mesh_of_one_dimension_or_a_group_says_who_shares]
+    4,
+    [
+        replicas_of_shards_are_one_model,
+        a_mesh_of_one_dimension_or_a_group_says_who_shares,
+    ],
 )
 
 

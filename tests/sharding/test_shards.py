@@ -42,7 +42,12 @@ def test_any_order_of_dimensions_has_a_line(order, shape):
 
 def test_gaps_and_overlaps_are_seen():
     base = torch.zeros(4, 6)
-    for tensor in (base[:, ::2], base[:2, :3], torch.zeros(1).expand(3), base.to_sparse()):
+    for tensor in (
+        base[:, ::2],
+        base[:2, :3],
+        torch.zeros(1).expand(3),
+        base.to_sparse(),
+    ):
         assert not is_dense(tensor)
 
 
@@ -50,13 +55,17 @@ def shards_are_parts_of_the_line_and_make_the_whole_again(rank, k):
     weight = torch.nn.Parameter(WEIGHT.to(memory_format=torch.channels_last))
     sizes = [5, 0, 19]
     begin = sum(sizes[:rank])
-    shard = make_shard(line(weight)[begin : begin + sizes[rank]], weight, sizes, dist.group.WORLD)
+    shard = make_shard(
+        line(weight)[begin : begin + sizes[rank]], weight, sizes, dist.group.WORLD
+    )
     assert shard.span == slice(begin, begin + sizes[rank])
     assert shard.requires_grad and shard.whole.stride() == weight.stride()
     for dst in range(k):
         whole = collect(shard, shard, dst, "weight")
         assert (whole is None) == (rank != dst)
-        assert rank != dst or (torch.equal(whole, weight) and whole.stride() == weight.stride())
+        assert rank != dst or (
+            torch.equal(whole, weight) and whole.stride() == weight.stride()
+        )
 
 
 def nothing_is_made_of_nothing(rank, k):
@@ -67,5 +76,6 @@ def nothing_is_made_of_nothing(rank, k):
 
 
 test_on_three = on_ranks(
-    3, [shards_are_parts_of_the_line_and_make_the_whole_again, nothing_is_made_of_nothing]
+    3,
+    [shards_are_parts_of_the_line_and_make_the_whole_again, nothing_is_made_of_nothing],
 )

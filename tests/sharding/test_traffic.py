@@ -10,7 +10,7 @@ from d2lpar import fully_shard, ranks
 
 
 class Watches(nn.Linear):
-    """A layer that waits in both passes for what is being gathered ahead, and notes the names."""
+    """A layer that waits in both passes for what is gathered ahead, and notes names."""
 
     def forward(self, X):
         self.note()
@@ -21,12 +21,15 @@ class Watches(nn.Linear):
     def note(self):
         ahead = [unit for unit in self._unit.traffic.units if unit.coming]
         for unit in ahead:
-            assert unit.coming.result(LIMIT).numel()  # it arrives while this layer computes
+            # it arrives while this layer computes
+            assert unit.coming.result(LIMIT).numel()
         self.ahead.append([unit.name for unit in ahead])
 
 
 def net(prefetch, width=8, layer=nn.Linear):
-    model = nn.Sequential(*[part for _ in range(3) for part in (layer(width, width), nn.Tanh())])
+    model = nn.Sequential(
+        *[part for _ in range(3) for part in (layer(width, width), nn.Tanh())]
+    )
     for i in (0, 2, 4):
         model[i].ahead = []
         fully_shard(model[i], reshard_after_forward=True)
@@ -52,7 +55,12 @@ def messages_are_those_of_the_passes(rank, k):
         assert sorted(first) == sorted(second) == sorted(third)
         assert second == third
         backward = second[4:]
-        assert [name for what, name in backward if what == "reduce"] == ["4", "2", "0", "root"]
+        assert [name for what, name in backward if what == "reduce"] == [
+            "4",
+            "2",
+            "0",
+            "root",
+        ]
         assert ("gather", "0") not in backward  # X wants no gradient
         ahead = backward.index(("gather", "2")) < backward.index(("reduce", "4"))
         assert ahead == prefetch
@@ -60,12 +68,14 @@ def messages_are_those_of_the_passes(rank, k):
 
 
 def several_outputs_begin_one_backward_pass(rank, k):
-    """The second output comes from the middle: its hook is called once the pass is under way."""
+    """The second output is from the middle: its hook is called with the pass begun."""
     counts = []
     for prefetch in (False, True):
         model = net(prefetch)
         early = []
-        model[2].register_forward_hook(lambda *args, early=early: early.append(args[-1]))
+        model[2].register_forward_hook(
+            lambda *args, early=early: early.append(args[-1])
+        )
         inner = model.forward
         model.forward = lambda X, inner=inner, early=early: (inner(X), early.pop())
         for _ in range(3):
@@ -82,7 +92,7 @@ class Record:
 
 
 def an_output_in_a_dataclass_begins_a_backward_pass(rank, k):
-    """Without a tensor that tells of backward, nothing would be gathered ahead in it."""
+    """Without a tensor that tells of backward, nothing would be gathered ahead."""
     model = net(True)
     inner = model.forward
     model.forward = lambda X: Record(inner(X))
@@ -109,7 +119,9 @@ def what_is_not_needed_after_all_is_dropped(rank, k):
     torch.manual_seed(0)
     model = fully_shard(Skips(), prefetch=True)
     torch.manual_seed(0)
-    weights = [(layer.weight, layer.bias) for layer in (nn.Linear(4, 4) for _ in range(4))]
+    weights = [
+        (layer.weight, layer.bias) for layer in (nn.Linear(4, 4) for _ in range(4))
+    ]
     X = torch.ones(2, 4)
     for order in ([0, 1, 2, 3], [0, 2, 1], [3, 2, 1, 0], [0, 0, 3], [1], [0, 1, 2, 3]):
         expected = X
@@ -123,7 +135,9 @@ def what_is_not_needed_after_all_is_dropped(rank, k):
 
 def what_changes_after_it_was_gathered_ahead_is_gathered_again(rank, k):
     model = net(True)
-    alone = nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(8, 8), nn.Tanh())])
+    alone = nn.Sequential(
+        *[part for _ in range(3) for part in (nn.Linear(8, 8), nn.Tanh())]
+    )
     with torch.no_grad():
         for i in (0, 2, 4):
             model[i].unshard()
@@ -145,7 +159,7 @@ def what_changes_after_it_was_gathered_ahead_is_gathered_again(rank, k):
 
 
 def a_part_alone_is_no_part_of_a_pass(rank, k):
-    """Called often without the model, it leaves no trace, and the model decides what it keeps."""
+    """Called often without the model, it leaves no trace; the model says what stays."""
     model = nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
     X = torch.ones(2, 4)
     with torch.no_grad():
@@ -162,12 +176,16 @@ def a_part_alone_is_no_part_of_a_pass(rank, k):
 
 def a_part_of_two_models_is_refused(rank, k):
     shared = fully_shard(nn.Linear(4, 4))
-    first, second = (fully_shard(nn.Sequential(shared, nn.Linear(4, 4))) for _ in range(2))
+    first, second = (
+        fully_shard(nn.Sequential(shared, nn.Linear(4, 4))) for _ in range(2)
+    )
     X = torch.ones(2, 4)
     for _ in range(2):  # and neither call breaks the first model
         first(X).sum().backward()
         kind, text, *_ = attempt(second, X)
-        assert kind == "RuntimeError" and text.startswith("0 belongs to another sharded model")
+        assert kind == "RuntimeError" and text.startswith(
+            "0 belongs to another sharded model"
+        )
     around = fully_shard(nn.Sequential(first))
     around(X).sum().backward()  # the whole of it may become a part
 
@@ -207,5 +225,9 @@ def test_the_next_unit_is_gathered_while_one_computes(rank, k):
                 model[i].ahead.clear()
             model(torch.ones(2, 8)).sum().backward()
         # forward, then backward: the first layer's weight is not asked for there
-        expected = ([["2"]], [["4"], []], [[], ["2"]]) if prefetch else ([[]], [[], []], [[], []])
+        expected = (
+            ([["2"]], [["4"], []], [[], ["2"]])
+            if prefetch
+            else ([[]], [[], []], [[], []])
+        )
         assert tuple(model[i].ahead for i in (0, 2, 4)) == expected

@@ -1,4 +1,4 @@
-"""What a sharded step sends, and how much memory it takes: what equal results cannot show."""
+"""What a sharded step sends, and its memory: what equal results cannot show."""
 
 from functools import partial
 
@@ -17,7 +17,9 @@ LAST = WIDTH * 10 + 10
 
 def net(prefetch=False, reshards=True, **options):
     torch.manual_seed(0)
-    layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    layers = [
+        part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    ]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 10))
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -47,9 +49,9 @@ def peak(optimizer_class=torch.optim.Adam, **options):
     return peak_memory(train, "cpu") / (LAYERS * UNIT + LAST)
 
 
-# 16/k bytes for a parameter, its gradient and Adam's state. Beside that at most two units are
-# alive: the whole parameters and their gradients, or the gradients side by side and in one line;
-# and Adam's own temporaries. With prefetch, one unit more.
+# 16/k bytes for a parameter, its gradient and Adam's state. Beside that at most two
+# units are alive: the whole parameters and their gradients, or the gradients side by
+# side and in one line; and Adam's own temporaries. With prefetch, one unit more.
 ONE_UNIT = 4 * UNIT / (LAYERS * UNIT + LAST)
 
 
@@ -60,7 +62,8 @@ def test_the_peak_is_the_kth_part_of_all_and_two_units(rank, k):
     assert 16 / k < lean < 16 / k + 2.3 * ONE_UNIT
     assert lean < {2: 13.2, 4: 9.4}[k]
     assert peak(prefetch=True) < lean + ONE_UNIT
-    kept = peak(reshards=False)  # ZeRO-2: whole parameters once, from forward to backward
+    # ZeRO-2: whole parameters once, from forward to backward
+    kept = peak(reshards=False)
     assert 16 / k - 4 / k + 4 - ONE_UNIT < kept + 4 / k < 16 / k + 4 + 3 * ONE_UNIT
     assert kept > lean + 4 - 4 / k - 2 * ONE_UNIT
 
@@ -73,7 +76,9 @@ def test_nothing_but_shards_is_left_between_the_passes(rank, k):
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
     for unit in model._units():
         grads = [shard.grad for shard in unit.shards if shard.grad.numel()]
-        held = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads}
+        held = {
+            g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads
+        }
         assert sum(held.values()) == sum(grad.nbytes for grad in grads)
 
     def forward():
@@ -88,14 +93,19 @@ def test_nothing_but_shards_is_left_between_the_passes(rank, k):
 @pytest.mark.parametrize("k", [2, 3, 4])
 @in_ranks()
 def test_bytes_are_what_the_formulas_say(rank, k):
-    """In units of a DDP step's: ZeRO-2 sends 1, ZeRO-3 1.5 without the first layer's gather."""
+    """In DDP steps: ZeRO-2 sends 1, ZeRO-3 1.5 without the first layer's gather."""
     n = LAYERS * UNIT + LAST
-    for options, gathers in (({}, 2), ({"reshards": False}, 1), ({"prefetch": True}, 2)):
+    for options, gathers in (
+        ({}, 2),
+        ({"reshards": False}, 1),
+        ({"prefetch": True}, 2),
+    ):
         model = net(**options)
         for _ in range(3):
             with count_bytes() as ledger:
                 step(model)
-        numbers = n + n + (gathers - 1) * (n - UNIT)  # reduced, gathered, gathered again
+        # reduced, gathered, gathered again
+        numbers = n + n + (gathers - 1) * (n - UNIT)
         everyones = torch.tensor([float(ledger.sent(rank))])
         torch.distributed.all_reduce(everyones)
         assert everyones.item() == 4 * (k - 1) * numbers, options

@@ -82,7 +82,9 @@ def test_the_bytes_of_ddp_are_those_of_its_schedule(k):
     message = PARAMS + 4 * (4 + 1)  # with who has used each parameter, and the rows
     moves = [move for step in choose(message, k)(k) for move in step]
     assert all(move.chunk is None for move in moves)
-    sent = {link: message * n for link, n in Counter((m.src, m.dst) for m in moves).items()}
+    sent = {
+        link: message * n for link, n in Counter((m.src, m.dst) for m in moves).items()
+    }
     assert last == ("allreduce the gradients", sent, ())
 
 
@@ -98,7 +100,9 @@ def test_buffers_are_sent_and_frozen_parameters_come_not_back(form):
 
 
 @in_one_process
-def test_the_steps_are_all_that_the_classes_send_and_their_loss_is_that_of_one_device(form):
+def test_the_steps_are_all_that_the_classes_send_and_their_loss_is_that_of_one_device(
+    form,
+):
     model, (X, y), devices = mlp(), batch(10), [CPU] * 3
     steps = trace(form, model, CRITERION, X, y, devices)
     with count_bytes() as ledger:
@@ -120,12 +124,16 @@ def test_targets_are_counted_where_they_have_to_travel():
 def test_looking_changes_nothing_and_names_what_cannot_be_looked_at(form, look):
     model, criterion, (X, y) = mlp(nn.BatchNorm1d(5)), nn.CrossEntropyLoss(), batch(8)
     criterion.scale = nn.Parameter(torch.ones(4))
-    criterion.register_forward_pre_hook(lambda module, args: (module.scale * args[0], args[1]))
+    criterion.register_forward_pre_hook(
+        lambda module, args: (module.scale * args[0], args[1])
+    )
     X.requires_grad_()
     before = deepcopy(model.state_dict())
     look(form, model, criterion, X, y, [CPU] * 2)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert all(tensor.grad is None for tensor in (X, criterion.scale, *model.parameters()))
+    assert all(
+        tensor.grad is None for tensor in (X, criterion.scale, *model.parameters())
+    )
     assert model.training
     for name, devices, words in (
         ("ddp", [CPU], r"form is 'ddp', which is none of DataParallel, bal.*DDP"),
@@ -155,7 +163,8 @@ def test_what_each_device_holds(form, k, rows):
     losses_of = [rows] if form == "DataParallel" else rows_of(rows, k)
     for own, n in zip(expected, losses_of, strict=False):
         own["activations"] += n * OUTPUT + 4  # log-probabilities, and how many they are
-    if form == "DataParallel" and k > 1:  # the outputs side by side, and their gradient, of
+    # the outputs side by side, and their gradient, of
+    if form == "DataParallel" and k > 1:
         expected[0]["outputs"] += rows * OUTPUT  # which its own is a part
         expected[0]["gradients"] += (rows - rows_of(rows, k)[0]) * OUTPUT
     if form != "DDP" and k > 1:
@@ -164,16 +173,24 @@ def test_what_each_device_holds(form, k, rows):
 
 
 def test_on_gpus_every_device_is_measured_after_a_warm_up(monkeypatch):
-    devices, ran, study = [torch.device("cuda", i) for i in range(2)], [], "d2lpar.study.iteration"
+    devices, ran, study = (
+        [torch.device("cuda", i) for i in range(2)],
+        [],
+        "d2lpar.study.iteration",
+    )
 
     def loss_of(form, model, criterion, X, y, devices):
         ran.append(len(X))
         return criterion(model(X), y)
 
     monkeypatch.setattr(f"{study}.check_devices", lambda devices: devices)
-    monkeypatch.setattr(f"{study}.scatter", lambda batch, devices: scatter(batch, [CPU] * 2))
+    monkeypatch.setattr(
+        f"{study}.scatter", lambda batch, devices: scatter(batch, [CPU] * 2)
+    )
     monkeypatch.setattr(f"{study}.loss_of", loss_of)
-    monkeypatch.setattr(f"{study}.peak_memory", lambda run, device: run() or 10 + device.index)
+    monkeypatch.setattr(
+        f"{study}.peak_memory", lambda run, device: run() or 10 + device.index
+    )
     monkeypatch.setattr(nn.Module, "to", lambda module, device: module)
     for form, expected in (("balanced", [5] * 4), ("DDP", [3, 3, 2, 2])):
         ran.clear()

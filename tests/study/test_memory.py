@@ -23,7 +23,9 @@ def drop_then_make():
 def many_in_turn_then_kept():
     for _ in range(50):  # the allocator gives the same address again
         OLD * 2
-    return [OLD * 2 for _ in range(50)]  # what is freed is forgotten, and counts if it comes again
+    return [
+        OLD * 2 for _ in range(50)
+    ]  # what is freed is forgotten, and counts if it comes again
 
 
 def backward():
@@ -33,13 +35,22 @@ def backward():
 
 
 PEAKS = {
-    "nothing but views": (lambda: (OLD.view(10, -1).add_(0), OLD.expand(50, N), OLD.split(9)), 0),
+    "nothing but views": (
+        lambda: (OLD.view(10, -1).add_(0), OLD.expand(50, N), OLD.split(9)),
+        0,
+    ),
     "two": (lambda: [torch.zeros(N), torch.zeros(N)], 2 * KB),
-    "a chain": (lambda: OLD.exp().exp().exp(), 2 * KB),  # an operation's input lives until its end
+    "a chain": (
+        lambda: OLD.exp().exp().exp(),
+        2 * KB,
+    ),  # an operation's input lives until its end
     "dropped, then another": (drop_then_make, 3 * KB),
     "in place": (lambda: torch.zeros(N).add_(1).relu_().mul_(OLD), KB),
     "many": (many_in_turn_then_kept, 50 * KB),
-    "strided": (lambda: torch.empty_strided((2,), (N - 1,)), KB),  # what is between is kept, too
+    "strided": (
+        lambda: torch.empty_strided((2,), (N - 1,)),
+        KB,
+    ),  # what is between is kept, too
     "backward": (backward, 3 * KB),
     "several results": (lambda: torch.ones(N).max(0), KB + 4 + 8),
     "another device": (lambda: torch.ones(N, device=META) + 1, 0),
@@ -50,7 +61,9 @@ PEAKS = {
 def test_peak_memory_is_exact(name):
     function, expected = PEAKS[name]
     assert peak_memory(function, CPU) == expected
-    assert peak_memory(function, CPU) == expected  # what an earlier call has seen is forgotten
+    assert (
+        peak_memory(function, CPU) == expected
+    )  # what an earlier call has seen is forgotten
     if name == "another device":
         assert peak_memory(function, META) == 2 * KB
 
@@ -75,7 +88,9 @@ def test_what_a_communication_thread_makes_is_counted_until_it_is_freed():
         kept.append(torch.ones(N))
 
     assert peak_memory(function, CPU) == 2 * KB
-    assert sender.submit(torch.zeros, N).result().shape == (N,)  # and no more afterwards
+    assert sender.submit(torch.zeros, N).result().shape == (
+        N,
+    )  # and no more afterwards
     sender.stop()
 
 
@@ -91,7 +106,11 @@ def test_the_peak_of_a_gpu_is_what_grew_above_what_was_there(monkeypatch):
     calls, results = [], {"memory_allocated": 100, "max_memory_allocated": 350}
     monkeypatch.setattr("d2lpar.study.memory.as_device", torch.device)
     for name in ("synchronize", "reset_peak_memory_stats", *results):
-        note = lambda device, name=name: (calls.append(name), results.get(name))[1]  # noqa: E731
+
+        def note(device, name=name):
+            calls.append(name)
+            return results.get(name)
+
         monkeypatch.setattr(torch.cuda, name, note)
     assert peak_memory(lambda: calls.append("call"), torch.device("cuda", 1)) == 250
     order = ["memory_allocated", "reset_peak_memory_stats", "call", "synchronize"]
@@ -120,5 +139,7 @@ def test_saved_memory_leaves_out_the_result_and_all_that_needs_no_gradient():
     assert saved_memory(lambda: x.detach().sin())[1] == 0
     assert saved_memory(lambda: x[: N // 2].sin())[1] == KB  # the whole storage
     weight, eye = torch.ones(5, 2, requires_grad=True), torch.eye(5).to_sparse()
-    assert saved_memory(lambda: torch.sparse.mm(eye, weight), [weight])[1] == 5 * (2 * 8 + 4)
+    assert saved_memory(lambda: torch.sparse.mm(eye, weight), [weight])[1] == 5 * (
+        2 * 8 + 4
+    )
     assert saved_memory(lambda: (weight * 2).to_sparse(), [weight])[0].is_sparse

@@ -12,7 +12,14 @@ from d2lpar.models import lenet_layers
 from d2lpar.ranks.launcher import launch
 from d2lpar.ranks.point_to_point import HEADER
 from d2lpar.study import methods
-from d2lpar.study.methods import METHODS, PUBLISHED, predict_images, ratios, time_in_turn, unrest
+from d2lpar.study.methods import (
+    METHODS,
+    PUBLISHED,
+    predict_images,
+    ratios,
+    time_in_turn,
+    unrest,
+)
 
 PARAMETERS = 4 * sum(p.numel() for p in lenet_layers().parameters())  # bytes
 
@@ -20,14 +27,18 @@ PARAMETERS = 4 * sum(p.numel() for p in lenet_layers().parameters())  # bytes
 def batch(rows=16):
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(rows) % 10
-    return torch.randn(rows, 1, 28, 28, generator=generator) + y.view(-1, 1, 1, 1) / 4, y
+    return torch.randn(rows, 1, 28, 28, generator=generator) + y.view(
+        -1, 1, 1, 1
+    ) / 4, y
 
 
 def of_all(rank, world_size):
     (X, y), found = batch(), {}
     for name in METHODS:
         for bits in (32, 16):
-            region = autocast("cpu", torch.bfloat16, emulate=True) if bits == 16 else None
+            region = (
+                autocast("cpu", torch.bfloat16, emulate=True) if bits == 16 else None
+            )
             counts = methods.count_step(name, X, y, region)
             found[name, bits] = counts, methods.loss_after(10, name, X, y, region)
     return found
@@ -63,16 +74,20 @@ def test_every_method_ends_where_one_device_does(found):
 
 
 def test_the_busiest_device_sends_what_can_be_counted_by_hand(found):
-    sent = {key: [counts[:2] for counts in of_ranks] for key, (of_ranks, _) in found.items()}
-    assert sent["one device", 32] == [(0, 0)] and sent["torch's DDP", 32] == [(None, None)] * 2
+    sent = {
+        key: [counts[:2] for counts in of_ranks] for key, (of_ranks, _) in found.items()
+    }
+    assert (
+        sent["one device", 32] == [(0, 0)]
+        and sent["torch's DDP", 32] == [(None, None)] * 2
+    )
     for bits in (32, 16):  # the gradients, once around: they are float32 in both
         for n, messages in sent["DDP", bits] + sent["DDP, one bucket", bits]:
             assert 0 <= n - PARAMETERS <= 64 * messages  # and notes
     assert sent["DDP, one bucket", 32][0][1] < sent["DDP", 32][0][1]
     assert sent["ZeRO-1", 32] == [(PARAMETERS + 8, 17)] * 2  # and which of 8 were used
-    assert (
-        sent["ZeRO-3", 32] == [(1.5 * PARAMETERS, 12)] * 2
-    )  # convolutions always ask for their weight
+    # convolutions always ask for their weight
+    assert sent["ZeRO-3", 32] == [(1.5 * PARAMETERS, 12)] * 2
     images, outputs = 8 * 28 * 28 * 4, 8 * 10 * 4  # device 0 sends both to device 1
     assert sent["DataParallel", 32] == [(PARAMETERS + images + outputs, 10)]
     activations = 16 * 50 * 4 * 4  # of the second convolution, or their gradients
@@ -83,7 +98,9 @@ def test_the_busiest_device_sends_what_can_be_counted_by_hand(found):
 
 def test_what_is_held_and_the_peak(found):
     held = {name: sum(c.held for c in found[name, 32][0]) for name in METHODS}
-    assert held["one device"] == held["DataParallel"] == held["pipeline"] == 2 * PARAMETERS
+    assert (
+        held["one device"] == held["DataParallel"] == held["pipeline"] == 2 * PARAMETERS
+    )
     assert held["DDP"] == held["torch's DDP"] == 2 * held["one device"]
     assert max(c.held for c in found["tensor split", 32][0]) < 0.51 * held["one device"]
     assert held["ZeRO-3"] == held["one device"] == held["ZeRO-1"] / 1.5
@@ -118,7 +135,9 @@ def test_all_take_turns_in_the_same_order_which_changes():
     (first, seconds, refused), (second, same, _) = launch(in_turn, 2, timeout=60)
     assert seconds == same and min(seconds["c"]) >= 0.01  # the slowest rank's
     assert second == [name for name in first if name != "b"]
-    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys("abc", 4)
+    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys(
+        "abc", 4
+    )
     rounds = [tuple(first[i : i + 3]) for i in range(0, 15, 3)]
     assert all(sorted(turns) == ["a", "b", "c"] for turns in rounds)
     assert len(set(rounds)) > 1
@@ -137,7 +156,9 @@ def test_ratios_are_of_rounds_and_unrest_is_told():
     assert unrest((0.9, 1.0, 1.26))
 
 
-@pytest.mark.parametrize(("name", "off"), list(zip(PUBLISHED, (3, 15, 4, 19), strict=True)))
+@pytest.mark.parametrize(
+    ("name", "off"), list(zip(PUBLISHED, (3, 15, 4, 19), strict=True))
+)
 def test_eight_gpus_are_predicted_too_fast_by_what_the_model_leaves_out(name, off):
     row = PUBLISHED[name]
     predicted, bucket, star = (
@@ -150,9 +171,11 @@ def test_eight_gpus_are_predicted_too_fast_by_what_the_model_leaves_out(name, of
 
 
 def test_a_slow_link_decides_alone():
-    """Per step 14 messages of an eighth of 102,228,128 bytes; a third of 256 / 367 s is forward."""
+    """14 messages of 102,228,128 / 8 bytes a step; forward: a third of 256 / 367 s."""
     travel = 14 * (1e-5 + 102_228_128 / 8 / 1e7)
     expected = 8 * 256 / (256 / 367 / 3 + travel)
     assert predict_images(367, 1e7) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="method 'ddp' is none of DDP, DDP, one bucket"):
+    with pytest.raises(
+        ValueError, match="method 'ddp' is none of DDP, DDP, one bucket"
+    ):
         predict_images(1.0, 1.0, method="ddp")

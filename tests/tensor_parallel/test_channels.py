@@ -1,4 +1,4 @@
-"""Channels cut over devices: LeNet where all are exchanged, else a network with fewer weights."""
+"""Channels cut over devices, with and without exchange between layers."""
 
 from collections import Counter
 from itertools import combinations
@@ -9,12 +9,19 @@ from helpers import randn
 from torch.nn import functional as F
 
 from d2lpar import count_bytes, init_params, lenet
-from d2lpar.tensor_parallel.channels import EXCHANGES, LAYERS, split_channels, split_lenet
+from d2lpar.tensor_parallel.channels import (
+    EXCHANGES,
+    LAYERS,
+    split_channels,
+    split_lenet,
+)
 
 CPU = torch.device("cpu")
 ROWS = 3
-CHANNELS = {"conv1": 20, "conv2": 50, "linear1": 128, "linear2": 10}  # that a layer makes
-SPLITS = [(3, exchange) for n in range(4) for exchange in combinations(EXCHANGES, n)]  # uneven
+# that a layer makes
+CHANNELS = {"conv1": 20, "conv2": 50, "linear1": 128, "linear2": 10}
+# uneven
+SPLITS = [(3, exchange) for n in range(4) for exchange in combinations(EXCHANGES, n)]
 SPLITS += [(1, EXCHANGES), (10, EXCHANGES)]
 
 
@@ -38,7 +45,8 @@ def blocks(params, k, exchange):
         W, own = params[2 * i], []
         for d in range(k):
             mask = torch.zeros_like(W, dtype=torch.bool)
-            place = mask.transpose(0, int(i > 1)).tensor_split(k)[d]  # (own outputs, inputs, …)
+            # (own outputs, inputs, …)
+            place = mask.transpose(0, int(i > 1)).tensor_split(k)[d]
             if i == 0 or layer in exchange:
                 place[:] = True
             else:
@@ -56,7 +64,9 @@ def close(ours, theirs):
 
 
 @pytest.mark.parametrize(("k", "exchange"), SPLITS)
-def test_without_an_exchange_it_is_lenet_without_the_weights_between_devices(k, exchange):
+def test_without_an_exchange_it_is_lenet_without_the_weights_between_devices(
+    k, exchange
+):
     """And with all exchanges it is LeNet."""
     params, devices = params_of(), [CPU] * k
     masks = blocks(params, k, exchange)
@@ -103,7 +113,7 @@ def test_a_device_has_copies_of_its_own_channels_with_gradients_on():
 
 
 def between(k, layer, numbers):
-    """Bytes from each device to each other, of a layer whose channel is so many numbers per row."""
+    """Bytes from device to device, of a layer with so many numbers a channel."""
     own = widths(layer, k)
     links = [(s, d) for s in range(k) for d in range(k) if s != d]
     return Counter({(s, d): 4 * ROWS * own[s] * numbers for s, d in links})
@@ -126,7 +136,9 @@ def test_the_bytes_are_those_of_the_channels_that_cross(k, exchange):
     to_first = between(k, "linear2", 1)
     sent = Counter({link: nbytes for link, nbytes in to_first.items() if link[1] == 0})
     sent += sum((layers[layer] for layer in exchange), Counter())
-    assert forward == Counter({("host", d): 4 * ROWS * 26 * 26 for d in range(k)}) + sent
+    assert (
+        forward == Counter({("host", d): 4 * ROWS * 26 * 26 for d in range(k)}) + sent
+    )
     assert messages == k + len(exchange) * k * (k - 1) + k - 1
     assert ledger.bytes - forward == Counter({(d, s): n for (s, d), n in sent.items()})
 
@@ -134,7 +146,9 @@ def test_the_bytes_are_those_of_the_channels_that_cross(k, exchange):
 def test_each_part_is_on_its_device_and_the_logits_on_the_first():
     devices = [torch.device("meta"), CPU]
     split = split_channels(params_of(), devices, [])
-    assert [{p.device for p in own} for own in split] == [{device} for device in devices]
+    assert [{p.device for p in own} for own in split] == [
+        {device} for device in devices
+    ]
     assert all(p.is_leaf and p.requires_grad for own in split for p in own)
     logits = split_lenet(images(), split, devices, [])
     assert logits.device == devices[0] and logits.shape == (ROWS, 10)

@@ -23,7 +23,7 @@ IN, OUT = 6, 7  # features: uneven parts
 
 
 def groups_of(rank):
-    """All four ranks, a group of two and one of this rank alone, each with its ranks."""
+    """All four ranks, a group of two and this rank alone, each with its ranks."""
     yield None, range(4)
     for parts in ([[0, 3], [1, 2]], [[0], [1], [2], [3]]):
         group, _ = dist.new_subgroups_by_enumeration(parts)
@@ -31,7 +31,7 @@ def groups_of(rank):
 
 
 def numbers(rank, dtype=torch.float32):
-    """Whole numbers that tell rank and place, and whose sums are exact in every dtype."""
+    """Whole numbers that tell rank and place, with exact sums in every dtype."""
     return (torch.arange(1, 7).reshape(2, 3) + 10 * rank).to(dtype)
 
 
@@ -63,7 +63,9 @@ def each_operator_is_the_others_way_back(rank, world_size):
     for group, members in groups_of(rank):
         for dtype in (torch.float32, torch.bfloat16):
             X, grad = numbers(rank, dtype), numbers(rank + 4, dtype)
-            X_sum, grad_sum = (sum(numbers(m + i, dtype) for m in members) for i in (0, 4))
+            X_sum, grad_sum = (
+                sum(numbers(m + i, dtype) for m in members) for i in (0, 4)
+            )
             for operator, forward, backward, ones in (
                 (copy_to_group, X, grad_sum, len(members)),
                 (reduce_from_group, X_sum, grad, 1),
@@ -72,15 +74,18 @@ def each_operator_is_the_others_way_back(rank, world_size):
                 output = operator(leaf, group)
                 output.backward(grad)
                 close((output.detach(), leaf.grad), (forward, backward))
-                assert torch.equal(leaf, X) and torch.equal(grad, numbers(rank + 4, dtype))
+                assert torch.equal(leaf, X) and torch.equal(
+                    grad, numbers(rank + 4, dtype)
+                )
                 strided = operator(leaf.T, group)
                 close(strided.detach(), forward.T)
-                [back] = torch.autograd.grad(strided.sum(), leaf)  # whose gradient is expanded
+                # whose gradient is expanded
+                [back] = torch.autograd.grad(strided.sum(), leaf)
                 close(back, torch.full_like(X, ones))
 
 
 def cases():
-    """Ours, the whole one, X's shape, dimensions along which X, output and parameters are cut."""
+    """Ours, the whole one, X's shape, where X, output and parameters are cut."""
     for bias in (True, False):
         kinds = ColumnParallelLinear, RowParallelLinear, nn.Linear
         columns, rows, whole = (partial(kind, IN, OUT, bias) for kind in kinds)
@@ -88,7 +93,10 @@ def cases():
         yield rows, whole, (2, 3, IN), -1, None, [1, None]
     ours, whole = partial(TensorParallelMLP, IN, OUT), whole_mlp
     yield ours, whole, (2, 3, IN), None, None, [0, 0, 1, None]
-    ours, cuts = partial(TensorParallelLeNet, lenet_params()), [0, 0, 1, None, 1, 0, 0, None]
+    ours, cuts = (
+        partial(TensorParallelLeNet, lenet_params()),
+        [0, 0, 1, None, 1, 0, 0, None],
+    )
     yield ours, whole_lenet, (8, 1, 28, 28), None, None, cuts
 
 
@@ -96,8 +104,13 @@ def training_parts_is_training_the_whole(rank, world_size):
     """Three steps of SGD, in float64: several steps amplify the rounding of float32."""
     for group, _ in groups_of(rank):
         for make, make_whole, shape, X_cut, output_cut, cuts in cases():
-            ours, theirs = seeded(1, make, group=group).double(), seeded(1, make_whole).double()
-            pairs = list(zip(ours.parameters(), theirs.parameters(), cuts, strict=False))
+            ours, theirs = (
+                seeded(1, make, group=group).double(),
+                seeded(1, make_whole).double(),
+            )
+            pairs = list(
+                zip(ours.parameters(), theirs.parameters(), cuts, strict=False)
+            )
             assert len(pairs) == len(list(theirs.parameters()))
             for step in range(3):
                 X = randn(*shape, seed=step).requires_grad_()
@@ -124,7 +137,9 @@ def with_one_seed_the_parts_make_the_layer_of_one_process(rank, world_size):
     theirs = nn.Linear(IN, OUT), nn.Linear(OUT, IN)
     assert torch.equal(state, torch.get_rng_state())
     for layer, whole, cuts in zip(ours, theirs, ([0, 0], [1, None]), strict=True):
-        for param, other, cut in zip(layer.parameters(), whole.parameters(), cuts, strict=True):
+        for param, other, cut in zip(
+            layer.parameters(), whole.parameters(), cuts, strict=True
+        ):
             assert torch.equal(param, part(other, cut))
     for group, members in groups_of(rank):
         layer = seeded(rank, RowParallelLinear, IN, OUT, group=group)
@@ -149,7 +164,8 @@ def fewer_columns_rows_or_channels_than_ranks_are_an_error(rank, world_size):
     ):
         words = "2 columns, rows or channels are too few for 4 ranks"
         assert attempt(make)[:2] == ("ValueError", words)
-    assert ColumnParallelLinear(1, 4).weight.shape[0] == 1  # as many as ranks are enough
+    # as many as ranks are enough
+    assert ColumnParallelLinear(1, 4).weight.shape[0] == 1
 
 
 test_parts = on_ranks(
@@ -170,14 +186,21 @@ def the_mlp_has_one_allreduce_each_way_and_lenet_two(rank, world_size):
     for module, X, *expected in (
         (mlp, torch.ones(2, 3, IN, requires_grad=True), one, one),
         (net, torch.ones(4, 1, 28, 28), (outputs, 2), (hidden, 1)),
-        (net, torch.ones(4, 1, 28, 28, requires_grad=True), (outputs, 2), (hidden + images, 2)),
+        (
+            net,
+            torch.ones(4, 1, 28, 28, requires_grad=True),
+            (outputs, 2),
+            (hidden + images, 2),
+        ),
     ):
         with count_bytes() as forward:
             output = module(X)
         with count_bytes() as backward:
             output.sum().backward()
         ledgers = forward, backward
-        sent = [(sum(each.bytes.values()), sum(each.messages.values())) for each in ledgers]
+        sent = [
+            (sum(each.bytes.values()), sum(each.messages.values())) for each in ledgers
+        ]
         assert sent == expected, sent
 
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from d2lpar import ColumnParallelLinear, count_bytes, vocab_parallel_cross_entropy
 
 CLASSES = 10  # uneven parts for 3 ranks
-TARGET = torch.arange(12) % CLASSES  # each class: also the first and the last of every rank
+# each class: also the first and the last of every rank
+TARGET = torch.arange(12) % CLASSES
 IGNORED = torch.where(TARGET % 3 == 0, -100, TARGET)
 REDUCTIONS = "mean", "sum", "none"
 
@@ -26,11 +27,12 @@ def own(tensor, group=None):
 
 
 def ours(logits, target, group=None, **kwargs):
-    """The loss and the gradient of this rank's logits; the losses of rows are weighted."""
+    """The loss and the gradient of this rank's logits; rows have weights."""
     mine = own(logits, group).clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(mine, target, logits.shape[-1], group, **kwargs)
     (loss * torch.arange(1.0, 1 + loss.numel()).view(loss.shape)).sum().backward()
-    assert torch.equal(mine.detach().nan_to_num(), own(logits, group).nan_to_num())  # intact
+    # intact
+    assert torch.equal(mine.detach().nan_to_num(), own(logits, group).nan_to_num())
     return loss.detach(), mine.grad
 
 
@@ -44,7 +46,9 @@ def torchs(logits, target, group=None, **kwargs):
 
 def assert_torchs(*case, tolerance=1e-5, **kwargs):
     tolerances = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
-    torch.testing.assert_close(ours(*case, **kwargs), torchs(*case, **kwargs), **tolerances)
+    torch.testing.assert_close(
+        ours(*case, **kwargs), torchs(*case, **kwargs), **tolerances
+    )
 
 
 def losses_and_gradients_are_torchs(rank, k):
@@ -52,7 +56,8 @@ def losses_and_gradients_are_torchs(rank, k):
     huge[0, 0] = huge[1, 9] = huge[2, 4] = 1e4
     huge[3, 3] = huge[4, 0] = -1e4
     huge[5, :5], huge[6, 5:] = 1e4, -1e4
-    masked[TARGET < 5, 4:] = -math.inf  # masked classes: all of the last rank, and others
+    # masked classes: all of the last rank, and others
+    masked[TARGET < 5, 4:] = -math.inf
     masked[4, 4] = 0
     alone, _ = dist.new_subgroups(1)
     pair, _ = dist.new_subgroups_by_enumeration([[0, 2], [1]])
@@ -111,7 +116,9 @@ def after_a_column_parallel_layer_it_trains_as_one_process(rank, world_size):
 def backward_may_run_twice_and_has_no_gradient_itself(rank, world_size):
     mine = own(logits_of()).clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(mine, TARGET, CLASSES)
-    assert torch.equal(*[torch.autograd.grad(loss, mine, retain_graph=True)[0] for _ in "ab"])
+    assert torch.equal(
+        *[torch.autograd.grad(loss, mine, retain_graph=True)[0] for _ in "ab"]
+    )
     with pytest.raises(NotImplementedError, match="own gradient"):
         torch.autograd.grad(loss, mine, create_graph=True)
 
@@ -144,8 +151,20 @@ def what_does_not_fit_is_an_error(rank, world_size):
     average = 'reduction is \'average\', which is none of "mean", "sum", "none"'
     for logits, target, options, *outcome in [
         (right, [0, 6, -100, 3], {}, "ok", ""),
-        (right, [0] * 3, {}, "ValueError", f"shape [4, {own}], but [3, {own}] is right: {whose}"),
-        (torch.zeros(4, 7), [0] * 4, {}, "ValueError", f"[4, 7], but [4, {own}] is right: {whose}"),
+        (
+            right,
+            [0] * 3,
+            {},
+            "ValueError",
+            f"shape [4, {own}], but [3, {own}] is right: {whose}",
+        ),
+        (
+            torch.zeros(4, 7),
+            [0] * 4,
+            {},
+            "ValueError",
+            f"[4, 7], but [4, {own}] is right: {whose}",
+        ),
         (
             right[:, :1],
             [0] * 4,
@@ -155,9 +174,21 @@ def what_does_not_fit_is_an_error(rank, world_size):
         ),
         (right, [0, 6, -1, 3], {}, "ValueError", "target -1 is none of the 7 classes"),
         (right, [0, 7, 2, 3], {}, "ValueError", "target 7 is none of the 7 classes"),
-        (right, [0, -100, 2, 3], {"ignore_index": 2}, "ValueError", "target -100 is none of the 7"),
+        (
+            right,
+            [0, -100, 2, 3],
+            {"ignore_index": 2},
+            "ValueError",
+            "target -100 is none of the 7",
+        ),
         (right, [0, 1, 2, 3], {"reduction": "average"}, "ValueError", average),
-        (right, [0] * 4, {"group": dist.GroupMember.NON_GROUP_MEMBER}, "ValueError", "no member"),
+        (
+            right,
+            [0] * 4,
+            {"group": dist.GroupMember.NON_GROUP_MEMBER},
+            "ValueError",
+            "no member",
+        ),
     ]:
         options = {"num_classes": 7} | options
         call = vocab_parallel_cross_entropy
