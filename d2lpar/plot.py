@@ -77,6 +77,8 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
 
 def quantity(value: float, unit: str | None = None) -> str:
     """Write three digits and a unit ("bytes", "seconds" or another): 1.05 MB, 20 ms."""
+    if unit is None and float(value).is_integer():
+        return f"{value:,.0f}"
     value = float(f"{value:.3g}")
     if unit in ("bytes", "seconds"):
         return EngFormatter({"bytes": "B", "seconds": "s"}[unit])(value)
@@ -107,7 +109,7 @@ def curves(series, x_label, y_label, title="", note="", log="", **units) -> Pict
     panels, words = series if nested else {"": series}, []
     lines = [line for panel in panels.values() for line in panel.items()]
     colours = colours_of(dict(lines))
-    figure = Picture(3.3 + 0.2 * math.ceil(len(colours) / 3), title, note)
+    figure = Picture(3.5 + 0.2 * len(colours) / 2, title, note * (len(colours) == 1))
     axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
     for ax, (panel, own) in zip(axes, panels.items(), strict=True):
         for i, (name, colour) in enumerate(colours.items()):
@@ -127,8 +129,10 @@ def curves(series, x_label, y_label, title="", note="", log="", **units) -> Pict
         _scale(getattr(ax, f"{x}axis"), values, units.get(f"{x}_unit"), x in log)
     axes[0].set(ylabel=y_label, ylim=(None if "y" in log else 0, None))
     if len(colours) > 1:
+        columns = 3 if max(map(len, colours)) < 20 else 2
+        style = {"title": note, "title_fontsize": 9, "alignment": "left"}
         handles, names = ax.get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower left", ncols=3)
+        figure.legend(handles, names, loc="outside lower left", ncols=columns, **style)
     figure.alt = f"Curves: {title or y_label} over {x_label}. {', '.join(words)}."
     return figure
 

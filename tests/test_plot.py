@@ -17,10 +17,8 @@ from d2lpar.pipeline.schedules import Span, live_counts, predict
 
 
 def arrows(ax):
-    """The arrows of a drawing: whether each is dashed, and how thick it is."""
-    drawn = [
-        text.arrow_patch for text in ax.texts if getattr(text, "arrow_patch", None)
-    ]
+    """Of each arrow, whether it is dashed, and how thick it is."""
+    drawn = [text.arrow_patch for text in ax.texts if hasattr(text, "arrow_patch")]
     return [(arrow.get_linestyle() != "-", arrow.get_linewidth()) for arrow in drawn]
 
 
@@ -28,46 +26,45 @@ def words(ax):
     return [text.get_text().strip() for text in ax.texts if text.get_text()]
 
 
+def blocks(ax):
+    """Where each block of a drawing over time starts and ends."""
+    paths = [p.vertices[:, 0] for c in ax.collections for p in c.get_paths()]
+    return [(xs.min(), xs.max()) for xs in paths]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("k", [2, 3, 4, 8])
-def test_a_schedule_has_an_arrow_a_move_a_box_a_contribution_and_a_frame_a_sum(
-    schedule, k
-):
-    figure, steps = plot.schedule(schedule, k), schedule(k)
-    states = holdings(steps, k)
+def test_a_schedule_has_an_arrow_a_move_and_a_box_a_contribution(schedule, k):
+    figure, steps = plot.schedule(schedule, k), [[], *schedule(k)]
     titles = [ax.get_title("left") for ax in figure.axes]
-    assert titles == ["start", *(f"step {i + 1}" for i in range(len(steps)))]
-    for ax, step, state in zip(figure.axes, [[], *steps], states, strict=True):
+    assert titles == ["start", *(f"step {i}" for i in range(1, len(steps)))]
+    for ax, step, state in zip(figure.axes, steps, holdings(steps[1:], k), strict=True):
         assert [dashed for dashed, _ in arrows(ax)] == [
             not move.reduce for move in step
         ]
         held = [own for device in state for own in device]
         assert len(ax.patches) == sum(own == tuple(range(k)) for own in held)  # frames
-        colours = [
-            to_hex(c).upper() for grid in ax.collections for c in grid.get_facecolor()
-        ]
+        colours = [to_hex(c) for grid in ax.collections for c in grid.get_facecolor()]
         for i in range(k):
-            boxes = colours.count(plot.PALETTE[i]) - 1  # and the disc
+            boxes = colours.count(plot.PALETTE[i].lower()) - 1  # and the disc
             assert boxes == sum(i in own for own in held)
         assert len(colours) == k + k * len(held)
-    assert f"{len(steps)} steps" in figure.alt
+    assert f"{len(steps) - 1} steps" in figure.alt
 
 
 def test_a_larger_message_has_a_thicker_arrow_and_what_came_is_numbered():
     halves, quarters = plot.schedule(halving_doubling, 4).axes[1:3]
     assert arrows(halves)[0][1] > arrows(quarters)[0][1]
-    assert (
-        words(quarters).count("0") == 2
-    )  # a disc, and the chunk that came to device 0
+    assert words(quarters).count("0") == 2  # a disc, and a chunk that came to device 0
 
 
 def test_bars_are_as_long_as_their_values_and_show_their_spread():
     values = {"ring": (2.0, 1.0, 4.0), "one device": 3.0}
     [ax] = plot.bars(values, "time of a step", "seconds", "Two ways").axes
     assert [bar.get_width() for bar in ax.patches] == [2, 3]
-    assert list(ax.lines[0].get_xdata()) == [1, 4] and len(ax.lines[1].get_xdata()) == 0
+    assert [list(line.get_xdata()) for line in ax.lines] == [[1, 4], []]
     assert words(ax) == ["2 s", "3 s"] and ax.texts[0].get_position() == (4, 0)
-    assert to_hex(ax.patches[0].get_facecolor()).upper() == plot.SCHEDULES["ring"]
+    assert to_hex(ax.patches[0].get_facecolor()) == plot.SCHEDULES["ring"].lower()
     assert [label.get_text() for label in ax.get_yticklabels()] == list(values)
 
 
@@ -75,113 +72,71 @@ def test_stacked_parts_lie_end_to_end():
     values = {"a": {"weights": 3, "gradients": 2}, "b": {"gradients": 4}}
     figure = plot.bars(values, "memory", "bytes")
     bars = [(bar.get_x(), bar.get_width()) for bar in figure.axes[0].patches]
-    assert bars == [
-        (0, 3),
-        (0, 0),
-        (3, 2),
-        (0, 4),
-    ]  # weights of a and b, then gradients
-    assert words(figure.axes[0]) == ["5 B", "4 B"]
+    assert bars == [(0, 3), (0, 0), (3, 2), (0, 4)]  # weights, then gradients
     assert figure.alt == "Bars: memory. a 5 B; b 4 B."
 
 
 def test_measured_is_solid_predicted_dashed_and_a_schedule_has_one_colour():
     xs, ys = [1, 10, 100], [0.3, 0.2, 0.1]
     lines = {"other": (xs, ys), "ring": (xs, ys), "ring, predicted": (xs[:2], ys[:2])}
-    figure = plot.curves(lines, "bytes", "time", "A race", log="x", y_unit="seconds")
-    other, ring, predicted = figure.axes[0].lines
+    [ax] = plot.curves(lines, "bytes", "time", "A race", log="x").axes
+    other, ring, predicted = ax.lines
     assert [list(line.get_ydata()) for line in (ring, predicted)] == [ys, ys[:2]]
     assert (ring.get_linestyle(), predicted.get_linestyle()) == ("-", "--")
     assert ring.get_color() == predicted.get_color() == plot.SCHEDULES["ring"]
     assert other.get_color() != ring.get_color()
-    ax = figure.axes[0]
     assert (ax.get_xscale(), ax.get_yscale(), ax.get_ylim()[0]) == ("log", "linear", 0)
-    panels = plot.curves({"PCIe": lines, "NVLink": {"ring": (xs, ys)}}, "bytes", "time")
-    left, right = panels.axes
+    panels = {"PCIe": lines, "NVLink": {"ring": (xs, ys)}}
+    left, right = plot.curves(panels, "bytes", "time").axes
     assert (left.get_title("left"), right.get_title("left")) == ("PCIe", "NVLink")
     assert left.get_ylim() == right.get_ylim() and len(right.lines[0].get_xdata()) == 0
 
 
-def blocks(ax):
-    """The corners of all blocks of a drawing over time: (start, end) of each."""
-    paths = [p for c in ax.collections for p in c.get_paths()]
-    return [(p.vertices[:, 0].min(), p.vertices[:, 0].max()) for p in paths]
-
-
 def test_a_timeline_has_each_span_at_its_time_and_none_too_thin_to_be_seen():
-    spans = [
-        ("a: send", "W", 1.0, 1.5),
-        ("b: send", "b", 1.5, 2.0),
-        ("a: x", "", 1.0, 1.0),
-    ]
-    [ax] = plot.timeline(spans, "A step").axes
-    (first, second), (third, fourth), (fifth, sixth) = blocks(ax)
-    assert (first, second, third, fourth, fifth) == (
-        0,
-        0.5,
-        0.5,
-        1,
-        0,
-    ) and 0 < sixth < 0.01
+    spans = [("a: send", "W", 1.0, 1.5), ("b: send", "b", 1.5, 2.0)]
+    [ax] = plot.timeline([*spans, ("a: x", "", 1.0, 1.0)], "A step").axes
+    *seen, (start, end) = blocks(ax)
+    assert seen == [(0, 0.5), (0.5, 1)] and start == 0 < end < 0.01
     assert words(ax) == ["W", "b"]
-    colours = [to_hex(c.get_facecolor()[0]) for c in ax.collections]
-    assert colours[0] == colours[1] != colours[2]  # of one kind
+    a, b, x = [to_hex(c.get_facecolor()[0]) for c in ax.collections]
+    assert a == b != x  # a and b are of one kind
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
-def test_a_pipeline_has_a_block_an_action_and_keeps_what_it_counts(schedule):
-    spans = [
-        Span(*s[:3], s.start + 5, s.end + 5) for s in predict(schedule(3, 4), 1, 2)
-    ]
-    figure = plot.pipeline({"one": spans, "two": spans[:2]}, unit="ticks")
-    ax = figure.axes[0]
-    drawn = [
-        block for block in blocks(ax) if block != (0, 18)
-    ]  # what is idle lies below
-    for span in spans:
-        assert (span.start - 5, span.end - 5) in drawn
-    numbers = [word for word in words(ax) if word.isdigit()]
+def test_a_pipeline_has_a_block_an_action_and_says_what_it_keeps(schedule):
+    spans = predict(schedule(3, 4), 1, 2)
+    late = [Span(*s[:3], s.start + 5, s.end + 5) for s in spans]
+    first, second = plot.pipeline({"one": late, "two": late[:2]}).axes
+    assert {(span.start, span.end) for span in spans} <= set(blocks(first))
+    numbers = [word for word in words(first) if word.isdigit()]
     assert sorted(numbers) == sorted(str(span.microbatch) for span in spans)
-    kept = [word for word in words(ax) if word.startswith("keeps")]
+    kept = [word for word in words(first) if word.startswith("keeps")]
     assert kept == [f"keeps {max(own)}" for own in live_counts(spans).values()]
-    assert ax.get_title("left") == "one: 18 ticks, 33 % idle"
-    assert figure.axes[1].get_xlabel() == "time in ticks"
+    assert first.get_title("left") == "one: 18 ticks, 33 % idle"
+    assert second.get_xlabel() == "time in ticks"
 
 
 def test_an_iteration_has_an_arrow_a_link_and_a_block_a_busy_device():
     steps = [SimpleNamespace(name="send", bytes={(0, 1): 5, (0, 2): 10}, busy=())]
     steps += [SimpleNamespace(name="compute", bytes={}, busy=(0, 2))]
-    figure = plot.iteration({"one": steps, "other": steps[1:]})
-    left, right = figure.axes
+    left, right = plot.iteration({"one": steps, "other": steps[1:]}).axes
     assert [round(thick, 1) for _, thick in arrows(left)] == [1.8, 2.8]
-    assert words(left) == ["1. send, 15 B", "2. compute"] and words(right) == [
-        "1. compute"
-    ]
-    assert [block for block in blocks(right) if block[0] < block[1]] == [
-        (-0.2, 0.2),
-        (1.8, 2.2),
-    ]
+    assert words(left) == ["1. send, 15 B", "2. compute"]
+    assert {(-0.2, 0.2), (1.8, 2.2)} < set(blocks(right))
 
 
 def test_images_are_shown_as_they_are():
     X = torch.rand(3, 1, 4, 5)
     axes = plot.images(X, ["a", "b", "c"], columns=2).axes
-    assert all(
-        np.array_equal(ax.images[0].get_array(), x[0])
-        for ax, x in zip(axes, X, strict=True)
-    )
     assert [ax.get_title() for ax in axes] == ["a", "b", "c"]
+    assert np.array_equal([ax.images[0].get_array() for ax in axes], X[:, 0])
 
 
-def test_a_notebook_gets_a_png_with_the_words_in_it_and_readers_can_save_and_change(
-    tmp_path,
-):
+def test_a_notebook_gets_a_png_with_the_words_and_a_reader_can_change_it(tmp_path):
     figure = plot.bars({"a": 1.0}, title="Costs in $ and $")
     data, shown = figure._repr_mimebundle_()
     image = Image.open(io.BytesIO(base64.b64decode(data["image/png"])))
-    assert set(data) == {"image/png", "text/plain"} and data["text/plain"] == repr(
-        figure
-    )
+    assert data["text/plain"] == repr(figure) == figure.alt
     assert image.info["Description"] == shown["image/png"]["alt"] == figure.alt
     assert image.width == 1280 == 2 * shown["image/png"]["width"]
     figure.axes[0].set_title("mine")
@@ -190,10 +145,6 @@ def test_a_notebook_gets_a_png_with_the_words_in_it_and_readers_can_save_and_cha
 
 
 def test_quantities_have_three_digits_and_a_unit():
-    texts = [plot.quantity(value, "seconds") for value in (0.0, 1.5e-5, 0.0204, 90)]
-    assert texts == ["0 s", "15 µs", "20.4 ms", "90 s"]
+    assert [plot.quantity(x, "seconds") for x in (0, 0.0204)] == ["0 s", "20.4 ms"]
     assert plot.quantity(1_048_576, "bytes") == "1.05 MB"
-    assert (plot.quantity(1234567), plot.quantity(3, "ticks")) == (
-        "1.23e+06",
-        "3 ticks",
-    )
+    assert (plot.quantity(2048), plot.quantity(3, "ticks")) == ("2,048", "3 ticks")
