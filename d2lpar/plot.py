@@ -1,14 +1,11 @@
-"""The book's figures: curves, bars, schedules, timelines and pipelines, by matplotlib.
+"""The book's figures: curves, bars, schedules, timelines and pipelines.
 
-Each function returns a ``Picture``: a matplotlib figure, to restyle and to save, that
-also says in words what it shows. A schedule has one colour in all of them.
+Each is a ``Picture``: a matplotlib figure that also says in words what it shows.
 """
 
 import base64
 import io
-import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import matplotlib.style
 import numpy as np
@@ -26,17 +23,15 @@ from .pipeline.schedules import bubble, live_counts
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288", "#6699CC", "#117733"]
 PALETTE += ["#882255"]
 NAMES = ["star", "ring", "tree", "direct", "halving_doubling", "dist.all_reduce"]
-NAMES += ["recursive_doubling"]
-SCHEDULES = dict(zip(NAMES, PALETTE, strict=False))
+SCHEDULES = dict(zip(NAMES, PALETTE, strict=False)) | {"recursive_doubling": PALETTE[6]}
 INK, GREY, DARK_GREY = "#222222", "#E4E4E4", "#767676"
-MARKERS, DASHES = "os^Dv*PX", ["--", ":", "-."]
-HATCHES = ["", "///", "xx", "\\\\\\", "||", "--", "++", ".."]
 CENTRED = {"ha": "center", "va": "center_baseline", "size": 9}
 WIDTH = 6.4  # inches, shown as 640 pixels
 STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.titlelocation": "left"}
-STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": GREY}
-STYLE |= {"axes.axisbelow": True, "legend.frameon": False, "hatch.linewidth": 0.6}
-STYLE |= {"lines.markersize": 5, "text.parse_math": False}
+STYLE |= {"axes.grid": True, "grid.color": GREY, "axes.axisbelow": True}
+STYLE |= {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
+STYLE |= {"xtick.major.size": 0, "ytick.major.size": 0, "legend.frameon": False}
+STYLE |= {"patch.facecolor": PALETTE[0]}
 styled = matplotlib.style.context(["default", STYLE])
 
 
@@ -47,13 +42,8 @@ class Picture(Figure):
 
     def __init__(self, height: float, title: str = "", note: str = ""):
         super().__init__(figsize=(WIDTH, height), layout="constrained")
-        if title:
-            self.suptitle(title, x=0.01, ha="left", weight="bold", size=12)
-        if note:  # such as the machine; small, below
-            self.supxlabel(note, x=0.01, ha="left", size=9, color=DARK_GREY)
-
-    def __repr__(self):
-        return self.alt
+        self.suptitle(title, x=0.01, ha="left", weight="bold", size=12)
+        self.supxlabel(note, x=0.01, ha="left", size=9, color=DARK_GREY)
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         self.savefig(drawn := io.BytesIO(), dpi=200)
@@ -62,17 +52,8 @@ class Picture(Figure):
         about.add_itxt("Description", self.alt)
         image.save(png := io.BytesIO(), "PNG", optimize=True, pnginfo=about)
         data = {"image/png": base64.b64encode(png.getvalue()).decode()}
-        shown = {"image/png": {"alt": self.alt, "width": image.width // 2}}
-        return data | {"text/plain": self.alt}, shown
-
-
-def colours_of(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each name; what follows a comma does not change it."""
-    subjects = {name: str(name).partition(",")[0] for name in names}
-    chosen = {subject: SCHEDULES.get(subject) for subject in subjects.values()}
-    left = (colour for colour in PALETTE * 2 if colour not in chosen.values())
-    chosen = {subject: colour or next(left) for subject, colour in chosen.items()}
-    return {name: chosen[subject] for name, subject in subjects.items()}
+        data["text/plain"] = self.alt
+        return data, {"image/png": {"alt": self.alt, "width": image.width // 2}}
 
 
 def quantity(value: float, unit: str | None = None) -> str:
@@ -85,71 +66,77 @@ def quantity(value: float, unit: str | None = None) -> str:
     return f"{value:g} {unit or ''}".strip()
 
 
-def _scale(axis, values: Sequence[float], unit: str | None, log: bool = False) -> None:
-    """Set ticks at round numbers; whole ones on a log axis at powers of two."""
+def _scale(axis, unit: str | None, values=(0.5,), log: bool = False) -> None:
+    """Set ticks at round numbers; whole ``values`` on a log axis at powers of two."""
     whole = unit is None and all(float(value).is_integer() for value in values)
     axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=whole))
     if log:
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
         subs = [1] if whole or max(values) > 100 * min(values) else [1, 2, 5]
-        most = 10 // len(axis.axes.figure.axes)
-        axis.set_major_locator(LogLocator(2 if whole else 10, subs, numticks=most))
+        axis.set_major_locator(LogLocator(2 if whole else 10, subs, numticks=8))
         axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(lambda value, _: quantity(value, unit))
 
 
 @styled
 def curves(series, x_label, y_label, title="", note="", log="", **units) -> Picture:
-    """Draw {name: (xs, ys)}, or side by side {panel: {name: (xs, ys)}}.
+    """Draw {name: (xs, ys)}, or one below the other {panel: {name: (xs, ys)}}.
 
     ``log`` may be "x", "y" or "xy"; ``x_unit`` and ``y_unit`` are as for ``quantity``.
-    What follows a comma in a name, as in "ring, predicted", makes a dashed line.
+    "ring, predicted" is dashed and has the colour of "ring".
     """
-    nested = isinstance(next(iter(series.values())), Mapping)
+    nested = isinstance(next(iter(series.values())), dict)
     panels, words = series if nested else {"": series}, []
     lines = [line for panel in panels.values() for line in panel.items()]
-    colours = colours_of(dict(lines))
-    figure = Picture(3.5 + 0.2 * len(colours) / 2, title, note * (len(colours) == 1))
-    axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    subjects = dict.fromkeys(name.partition(",")[0] for name, _ in lines)
+    left = (colour for colour in PALETTE if colour not in map(SCHEDULES.get, subjects))
+    colours = {name: SCHEDULES.get(name) or next(left) for name in subjects}
+    figure = Picture(0.9 + 2.2 * len(panels), title, note)
+    axes = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0]
     for ax, (panel, own) in zip(axes, panels.items(), strict=True):
-        for i, (name, colour) in enumerate(colours.items()):
-            xs, ys = own.get(name, ([], []))
-            style = {"marker": MARKERS[i % 8], "markevery": 1 + len(xs) // 13}
-            if "," in name:
-                alike = [other for other in colours if colours[other] == colour]
-                style = {"linestyle": DASHES[alike.index(name) - 1]}
-            ax.plot(xs, ys, label=name, color=colour, **style)
-            if len(ys):
-                ends = [quantity(ys[j], units.get("y_unit")) for j in (0, -1)]
-                words.append(f"{name} from {' to '.join(ends)}")
-        ax.set(title=panel, xlabel=x_label)
-        ax.grid()
+        dashes = iter(["--", ":", "-."])
+        for name, (xs, ys) in own.items():
+            subject, comma, _ = name.partition(",")
+            style = {"color": colours[subject], "markevery": 1 + len(xs) // 13}
+            ax.plot(xs, ys, next(dashes) if comma else "o-", label=name, **style)
+            ends = [quantity(ys[i], units.get("y_unit")) for i in (0, -1)]
+            words.append(f"{panel}: {name} from {' to '.join(ends)}".strip(": "))
+        ax.set(title=panel, ylabel=y_label)
     for i, x in enumerate("xy"):
         values = np.concatenate([line[i] for _, line in lines])
-        _scale(getattr(ax, f"{x}axis"), values, units.get(f"{x}_unit"), x in log)
-    axes[0].set(ylabel=y_label, ylim=(None if "y" in log else 0, None))
-    if len(colours) > 1:
-        columns = 3 if max(map(len, colours)) < 20 else 2
-        style = {"title": note, "title_fontsize": 9, "alignment": "left"}
-        handles, names = ax.get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower left", ncols=columns, **style)
+        _scale(getattr(ax, f"{x}axis"), units.get(f"{x}_unit"), values, x in log)
+    ax.set(xlabel=x_label, ylim=(None if "y" in log else 0, None))
+    for ax in axes:
+        _name_lines(ax)
     figure.alt = f"Curves: {title or y_label} over {x_label}. {', '.join(words)}."
     return figure
 
 
+def _name_lines(ax) -> None:
+    """Write each line's name at its right end, apart from the others."""
+    place = ax.transData + ax.transAxes.inverted()
+    ends = {line: place.transform(line.get_xydata()[-1])[1] for line in ax.lines}
+    order = sorted(ends, key=ends.get)
+    for low, high in list(pairwise(order)) * 50:
+        push = max(0, 0.09 - (ends[high] - ends[low])) / 2
+        ends[low], ends[high] = ends[low] - push, ends[high] + push
+    for line, y in ends.items():
+        style = {"color": line.get_color(), "va": "center", "transform": ax.transAxes}
+        ax.text(1.02, y, line.get_label(), **style)
+
+
 @styled
-def bars(values: Mapping, x_label="", unit=None, title="", note="") -> Picture:
+def bars(values: dict, x_label="", unit=None, title="", note="") -> Picture:
     """Draw a bar for each name: a number, (median, low, high), or {part: number}."""
-    nested = isinstance(next(iter(values.values())), Mapping)
+    nested = isinstance(next(iter(values.values())), dict)
     parts = values if nested else {n: {"": np.ravel(v)[0]} for n, v in values.items()}
     kinds = dict.fromkeys(kind for own in parts.values() for kind in own)
     figure, lefts = Picture(0.8 + 0.3 * (len(values) + nested), title, note), 0
     ax = figure.subplots()
-    for kind, colour, hatch in zip(kinds, PALETTE, HATCHES, strict=False):
+    for kind, colour in zip(kinds, PALETTE, strict=False):
         lengths = np.array([own.get(kind, 0) for own in parts.values()])
         colours = colour if kind else [SCHEDULES.get(name, colour) for name in values]
-        style = {"color": colours, "hatch": hatch, "edgecolor": "white"}
-        ax.barh(range(len(values)), lengths, 0.7, lefts, label=kind, **style)
+        ax.barh(range(len(values)), lengths, 0.7, lefts, label=kind, color=colours)
         lefts = lefts + lengths
     totals = {name: quantity(x, unit) for name, x in zip(values, lefts, strict=True)}
     for y, (name, total) in enumerate(totals.items()):
@@ -158,7 +145,8 @@ def bars(values: Mapping, x_label="", unit=None, title="", note="") -> Picture:
         ax.text(max(lefts[y], *ends, 0), y, f"  {total}", va="center")
     ax.set(yticks=range(len(values)), yticklabels=values, xlabel=x_label)
     ax.set(xlim=(0, 1.15 * ax.dataLim.x1), ylim=(len(values) - 0.4, -0.6))
-    _scale(ax.xaxis, [0.5], unit)
+    _scale(ax.xaxis, unit)
+    ax.yaxis.grid(False)
     if nested:
         figure.legend(loc="outside lower left", ncols=4)
     words = "; ".join(f"{name} {total}" for name, total in totals.items())
@@ -167,9 +155,9 @@ def bars(values: Mapping, x_label="", unit=None, title="", note="") -> Picture:
 
 
 @styled
-def images(X, titles: Sequence[str] = (), columns: int = 8) -> Picture:
+def images(X, titles: list[str] | tuple = (), columns: int = 8) -> Picture:
     """Draw images (N, 1, height, width) or (N, height, width), 0 white to 1 black."""
-    rows = math.ceil(len(X) / columns)
+    rows = -(-len(X) // columns)
     figure = Picture(rows * (WIDTH / columns + 0.25))
     for i, image in enumerate(X.detach().cpu().float().numpy()):
         ax = figure.add_subplot(rows, columns, i + 1)
@@ -189,46 +177,40 @@ def schedule(function, k: int, title: str = "") -> Picture:
     """
     steps, columns = steps_of(function, k), 4 if k < 6 else 3
     states, n = holdings(steps, k), num_chunks(steps)
-    turn, size = (0.5, 2.0) if k == 4 else (0.5 * (k == 8), 2.35)
-    angles = [math.pi / 2 - 2 * math.pi * (i - turn) / k for i in range(k)]
-    places = [(math.cos(angle), math.sin(angle)) for angle in angles]
-    rows, title = math.ceil(len(states) / columns), title or f"{function.__name__}({k})"
+    angles = np.pi / 2 - 2 * np.pi * (np.arange(k) - 0.5) / k
+    places = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    rows, title = -(-len(states) // columns), title or f"{function.__name__}({k})"
     figure = Picture(rows * WIDTH / columns + 0.3, title)
     figure.get_layout_engine().set(w_pad=0, h_pad=0.02, wspace=0, hspace=0.02)
-    before = [[()] * n] * k
+    figure.alt = f"{title}: {k} participants, {len(steps)} steps, {n} chunks."
     for number, (step, state) in enumerate(zip([[], *steps], states, strict=True)):
         ax = figure.add_subplot(rows, columns, number + 1, aspect="equal")
-        ax.set(xlim=(-size, size), ylim=(-size, size))
         ax.set_title(f"step {number}" if number else "start", y=0.95)
-        ax.axis("off")
+        ax.set(xlim=(-2.3, 2.3), ylim=(-2.3, 2.3), xticks=[], yticks=[])
+        before = states[number - 1]  # for the start, the end: all chunks are new
         for device, place in enumerate(places):
             _draw_device(ax, device, place, state[device], before[device], k)
         for move in step:
             thick = 0.9 + len(chunks_of(move, n)) / n
             _arrow(ax, places[move.src], places[move.dst], thick, not move.reduce)
-        before = state
-    figure.alt = f"{title}: {k} participants, {len(steps)} steps, {n} chunks."
-    for number, step in enumerate(steps, 1):
         sent = ", ".join(f"{move.src} to {move.dst}" for move in step)
-        figure.alt += f" Step {number}: {sent}."
+        figure.alt += f" Step {number}: {sent}." * bool(step)
     return figure
 
 
 def _draw_device(ax, device: int, place, held: list, before: list, k: int) -> None:
     """Draw a disc, and outside of it the grid of what the device holds."""
-    place, size = np.array(place), np.array([min(1, 0.4 * len(held)), 0.62])
+    size = np.array([min(1, 0.4 * len(held)), 0.62])
     out = 1 + min((size / 2 + 0.26) / np.maximum(np.abs(place), 0.01))
     (left, low), (w, h) = out * place - size / 2, size / [len(held), k]
     boxes, colours = [Circle(place, 0.21)], [PALETTE[device]]
     for chunk, own in enumerate(held):
         x = left + chunk * w
-        for row in range(k):
-            corner = x, low + (k - 1 - row) * h
-            boxes.append(Rectangle(corner, 0.95 * w, 0.95 * h))
+        for row in range(k):  # the first on top
+            boxes.append(Rectangle((x, low + (k - 1 - row) * h), 0.95 * w, 0.95 * h))
             colours.append(PALETTE[row] if row in own else GREY)
         if own == tuple(range(k)):
-            frame = {"fill": False, "edgecolor": INK, "linewidth": 1.2, "zorder": 3}
-            ax.add_patch(Rectangle((x, low), w, size[1], **frame))
+            ax.add_patch(Rectangle((x, low), w, size[1], fill=False, ec=INK, zorder=3))
         if own != before[chunk] and len(held) > 1:
             y = low + (size[1] + 0.16 if place[1] > 0 else -0.17)
             ax.text(x + w / 2, y, chunk, **CENTRED)
@@ -237,84 +219,73 @@ def _draw_device(ax, device: int, place, held: list, before: list, k: int) -> No
 
 
 def _arrow(ax, start, end, thick: float, dashed=False, bend=-0.2) -> None:
-    style = {"arrowstyle": "-|>", "connectionstyle": f"arc3,rad={bend}", "shrinkA": 7}
-    style |= {"shrinkB": 7, "linewidth": thick, "mutation_scale": 10, "edgecolor": INK}
-    style |= {"linestyle": (0, (3, 2)) if dashed else "-"}
-    style |= {"facecolor": "white" if dashed else INK}
+    style = {"arrowstyle": "-|>", "connectionstyle": f"arc3,rad={bend}", "ec": INK}
+    style |= {"shrinkA": 7, "shrinkB": 7, "lw": thick, "mutation_scale": 10}
+    style |= {"fc": "white", "ls": (0, (3, 2))} if dashed else {"fc": INK}
     ax.annotate("", end, start, arrowprops=style)
 
 
 def _blocks(ax, y: float, height: float, spans, total: float, colour: str) -> None:
     """Draw blocks (start, end, label), all visible, with the labels that fit."""
-    least = 0.004 * total
-    pairs = [(start, max(end - start, least)) for start, end, _ in spans]
-    edges = [0.6 if length > 2 * least else 0 for _, length in pairs]
-    style = {"facecolor": colour, "edgecolor": "white", "linewidth": edges}
+    pairs = [(start, max(end - start, 0.006 * total)) for start, end, _ in spans]
+    style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.6}
     ax.broken_barh(pairs, (y - height / 2, height), **style)
     for (start, length), (*_, label) in zip(pairs, spans, strict=True):
         if len(str(label)) < 62 * length / total:  # characters that fit
             ax.text(start + length / 2, y, label, color="white", **CENTRED)
 
 
-def _time_axis(ax, lanes: Sequence[str], total: float, unit: str) -> None:
+def _time_axis(ax, lanes: list[str], total: float, unit: str) -> None:
     """Name the lanes, and let the axis below count ``unit``."""
     name, unit = ("time", unit) if unit == "seconds" else (f"time in {unit}", None)
-    ax.set(xlabel=name, xlim=(0, total), yticks=range(len(lanes)), yticklabels=lanes)
-    _scale(ax.xaxis, [0.5], unit)
-    ax.grid(axis="x")
-    ax.invert_yaxis()
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
+    ax.set(xlabel=name, xlim=(0, total), ylim=(len(lanes) - 0.5, -0.5))
+    ax.set_yticks(range(len(lanes)), lanes)
+    _scale(ax.xaxis, unit)
 
 
 @styled
-def timeline(spans: Sequence[tuple], title: str = "", note: str = "") -> Picture:
-    """Draw each ``(lane, label, start, end)``, in seconds, as a bar: a Gantt chart."""
-    lanes, zero = defaultdict(list), min(start for _, _, start, _ in spans)
-    for lane, label, start, end in spans:
-        lanes[lane].append((start - zero, end - zero, label))
-    total = max(end for *_, end in spans) - zero
-    # Lanes of one kind share a colour: "rank 0: send" and "rank 1: send".
+def timeline(spans: list[tuple], title: str = "", note: str = "") -> Picture:
+    """Draw bars (lane, label, start, end), in seconds; "a: x" is coloured as "b: x"."""
+    total = max(end for *_, end in spans)
+    lanes = list(dict.fromkeys(lane for lane, *_ in spans))
     kinds = list(dict.fromkeys(lane.split(": ")[-1] for lane in lanes))
     figure = Picture(0.9 + 0.3 * len(lanes), title, note)
     ax = figure.subplots()
-    for y, (lane, own) in enumerate(lanes.items()):
+    for y, lane in enumerate(lanes):
+        own = [(start, end, label) for name, label, start, end in spans if name == lane]
         _blocks(ax, y, 0.8, own, total, PALETTE[kinds.index(lane.split(": ")[-1])])
-    _time_axis(ax, list(lanes), total, "seconds")
+    _time_axis(ax, lanes, total, "seconds")
     figure.alt = f"{title}, for {quantity(total, 'seconds')}: {', '.join(lanes)}."
     return figure
 
 
 @styled
 def pipeline(spans, title: str = "", unit: str = "ticks", note: str = "") -> Picture:
-    """Draw when each stage works on which micro-batch, for one or {name: spans}."""
-    panels = spans if isinstance(spans, Mapping) else {"": spans}
-    panels = {name: _from_zero(own) for name, own in panels.items()}
-    longest = max(span.end for own in panels.values() for span in own)
-    sizes = [1 + max(span.stage for span in own) for own in panels.values()]
-    figure = Picture(0.9 + 0.42 * sum(sizes) + 0.45 * len(panels), title, note)
-    ratios = {"height_ratios": [size + 0.3 for size in sizes], "squeeze": False}
-    axes, words = figure.subplots(len(panels), sharex=True, **ratios)[:, 0], []
-    for ax, (name, own), size in zip(axes, panels.items(), sizes, strict=True):
+    """Draw when each stage works on which micro-batch; with a key, {name: spans}."""
+    panels = dict(spans) if isinstance(spans, dict) else {"": spans}
+    for name, own in panels.items():
+        zero = min(s.start for s in own)
+        panels[name] = [s._replace(start=s.start - zero, end=s.end - zero) for s in own]
+    every = [span for own in panels.values() for span in own]
+    stages, total = 1 + max(s.stage for s in every), 1.12 * max(s.end for s in every)
+    figure = Picture(0.6 + (0.42 * stages + 0.5) * len(panels), title, note)
+    axes = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0]
+    for ax, (name, own) in zip(axes, panels.items(), strict=True):
         end = max(span.end for span in own)
         head = f"{quantity(end, unit)}, {100 * bubble(own):.0f} % idle"
-        words.append(f"{name}: {head}" if name else head)
-        ax.set_title(words[-1])
-        for stage in range(size):
-            _draw_stage(ax, stage, own, end, 1.12 * longest)
-        _time_axis(ax, [f"stage {i}" for i in range(size)], 1.12 * longest, unit)
+        ax.set_title(f"{name}: {head}" if name else head)
+        for stage in range(stages):
+            _draw_stage(ax, stage, own, end, total)
+        _time_axis(ax, [f"stage {i}" for i in range(stages)], total, unit)
         ax.label_outer()
-    colours = dict(zip(("forward", "backward"), PALETTE, strict=False))
-    colours |= {"idle": GREY, "micro-batches kept": DARK_GREY}
-    key = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    figure.legend(handles=key, loc="outside lower left", ncols=4)
-    figure.alt = f"{title or 'A pipeline over time'}. {'; '.join(words)}."
+    if len(panels) > 1:
+        colours = {"forward": PALETTE[0], "backward": PALETTE[1], "idle": GREY}
+        colours |= {"micro-batches kept": DARK_GREY}
+        key = [Patch(color=colour, label=label) for label, colour in colours.items()]
+        figure.legend(handles=key, loc="outside lower left", ncols=4)
+    words = "; ".join(ax.get_title("left") for ax in axes)
+    figure.alt = f"{title or 'A pipeline over time'}. {words}."
     return figure
-
-
-def _from_zero(spans: Sequence) -> list:
-    zero = min(span.start for span in spans)
-    return [s._replace(start=s.start - zero, end=s.end - zero) for s in spans]
 
 
 def _draw_stage(ax, stage: int, spans, end: float, total: float) -> None:
@@ -333,34 +304,27 @@ def _draw_stage(ax, stage: int, spans, end: float, total: float) -> None:
 
 
 @styled
-def iteration(traces: Mapping[str, Sequence]) -> Picture:
-    """Draw the steps of an iteration for each form: {name: steps}.
-
-    Downwards in time: blocks on devices that are busy, and an arrow for each link.
-    """
+def iteration(traces: dict[str, list]) -> Picture:
+    """Draw {name: steps}, downwards in time: busy devices, arrows for what is sent."""
     steps = [step for form in traces.values() for step in form]
     most = max(n for step in steps for n in (1, *step.bytes.values()))
-    devices = sorted({d for step in steps for d in (*step.busy, *sum(step.bytes, ()))})
-    figure, words, rows = Picture(4.5), [], 0
+    figure, words, bottom = Picture(0.8 + 0.36 * len(steps)), [], 0
     axes = figure.subplots(1, len(traces), sharex=True, sharey=True, squeeze=False)[0]
     for ax, (form, steps) in zip(axes, traces.items(), strict=True):
-        y = 0
+        y = 0.5
         for number, step in enumerate(steps, 1):
             sent = quantity(sum(step.bytes.values()), "bytes")
             name = f"{number}. {step.name}" + f", {sent}" * bool(step.bytes)
             words.append(f"{form} {name}")
-            ax.text(-0.5, y + 0.6, name, va="center", size=10)
-            bottom = y + 1.5 + 0.9 * bool(step.busy) + 0.5 * len(step.bytes)
-            ax.vlines(devices, y + 1.2, bottom - 0.1, GREY, zorder=0)
-            ax.broken_barh([(d - 0.2, 0.4) for d in step.busy], (y + 1.3, 0.8))
-            for i, ((src, dst), nbytes) in enumerate(sorted(step.bytes.items())):
-                at = y + 1.5 + 0.5 * i
-                _arrow(ax, (src, at), (dst, at), 0.8 + 2 * nbytes / most, bend=0)
-            y = bottom
-        rows = max(rows, y)
-        ax.set(title=form, xticks=devices, xlabel="device", yticks=[])
-        ax.set(xlim=(-0.6, max(devices) + 0.6), ylim=(rows, 0))
-        ax.spines[:].set_visible(False)
-    figure.set_figheight(0.8 + 0.16 * rows)
+            ax.text(-0.5, y, name, va="center", size=10, backgroundcolor="white")
+            ax.broken_barh([(d - 0.2, 0.4) for d in step.busy], (y + 0.75, 0.8))
+            y += 1 + bool(step.busy)
+            for (src, dst), nbytes in sorted(step.bytes.items()):
+                _arrow(ax, (src, y), (dst, y), 0.8 + 2 * nbytes / most, bend=0)
+                y += 0.5
+            y += 0.5
+        bottom = max(bottom, y)
+        ax.set(title=form, xlabel="device", yticks=[], ylim=(bottom, 0))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.alt = f"The steps of an iteration. {'; '.join(words)}."
     return figure
