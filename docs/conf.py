@@ -83,12 +83,10 @@ def describe_figures(app, doctree) -> None:
 
 
 def leave_out_fields(app, what, name, obj, skip, options) -> bool | None:
-    """Leave out the fields of named tuples: they are in the signature."""
-    return (
-        True
-        if (getattr(obj, "__doc__", None) or "").startswith("Alias for field")
-        else None
-    )
+    """Leave out fields of named tuples, which the signature has, and matplotlib's."""
+    field = (getattr(obj, "__doc__", None) or "").startswith("Alias for field")
+    theirs = (getattr(obj, "__module__", None) or "").startswith("matplotlib")
+    return True if field or theirs else None
 
 
 def offer_source(app, pagename, templatename, context, doctree) -> None:
