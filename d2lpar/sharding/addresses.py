@@ -21,14 +21,14 @@ class Addresses(saved_tensors_hooks):
         self.__exit__()
         try:
             with torch.enable_grad():
-                return _Kept.apply(self.unit.traffic.token, tensor.detach()).grad_fn
+                return _Kept.apply(self.unit.traffic.token, tensor.detach())
         finally:
             self.__enter__()
 
     def unpack(self, kept) -> torch.Tensor:
         """Return what was kept; for a parameter, gather the unit."""
         if not isinstance(kept, tuple):
-            return kept.saved_tensors[0]
+            return kept.grad_fn.saved_tensors[0]
         self.unit.gather()
         return self.unit.whole.as_strided(*kept)
 
