@@ -31,7 +31,6 @@ STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.titlelocation": "left"}
 STYLE |= {"axes.grid": True, "grid.color": GREY, "axes.axisbelow": True}
 STYLE |= {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
 STYLE |= {"xtick.major.size": 0, "ytick.major.size": 0, "legend.frameon": False}
-STYLE |= {"patch.facecolor": PALETTE[0]}
 styled = matplotlib.style.context(["default", STYLE])
 
 
@@ -246,13 +245,14 @@ def _time_axis(ax, lanes: list[str], total: float, unit: str) -> None:
 @styled
 def timeline(spans: list[tuple], title: str = "", note: str = "") -> Picture:
     """Draw bars (lane, label, start, end), in seconds; "a: x" is coloured as "b: x"."""
-    total = max(end for *_, end in spans)
+    zero = min(start for _, _, start, _ in spans)
+    total = max(end for *_, end in spans) - zero
     lanes = list(dict.fromkeys(lane for lane, *_ in spans))
     kinds = list(dict.fromkeys(lane.split(": ")[-1] for lane in lanes))
     figure = Picture(0.9 + 0.3 * len(lanes), title, note)
     ax = figure.subplots()
     for y, lane in enumerate(lanes):
-        own = [(start, end, label) for name, label, start, end in spans if name == lane]
+        own = [(s - zero, e - zero, text) for name, text, s, e in spans if name == lane]
         _blocks(ax, y, 0.8, own, total, PALETTE[kinds.index(lane.split(": ")[-1])])
     _time_axis(ax, lanes, total, "seconds")
     figure.alt = f"{title}, for {quantity(total, 'seconds')}: {', '.join(lanes)}."

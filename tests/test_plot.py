@@ -94,8 +94,8 @@ def test_measured_is_solid_predicted_dashed_and_a_schedule_has_one_colour():
 
 
 def test_a_timeline_has_each_span_at_its_time_and_none_too_thin_to_be_seen():
-    spans = [("a: send", "W", 0.0, 0.5), ("b: send", "b", 0.5, 1.0)]
-    [ax] = plot.timeline([*spans, ("a: x", "", 0.0, 0.0)], "A step").axes
+    spans = [("a: send", "W", 1.0, 1.5), ("b: send", "b", 1.5, 2.0)]
+    [ax] = plot.timeline([*spans, ("a: x", "", 1.0, 1.0)], "A step").axes
     *seen, (start, end) = blocks(ax)
     assert seen == [(0, 0.5), (0.5, 1)] and start == 0 < end < 0.01
     assert words(ax) == ["W", "b"]

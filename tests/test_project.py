@@ -131,7 +131,11 @@ def test_versions_are_the_same_everywhere():
     )
     [lowest] = [m for m in workflow()["strategy"]["matrix"]["include"] if "torch" in m]
     assert lowest["python"] == LOWEST
-    assert Requirement(f"torch>={lowest['torch'].removesuffix('.0')}") in RUN_TIME
+    torch = lowest["torch"].removesuffix(".0")
+    assert Requirement(f"torch>={torch}") in RUN_TIME
+    assert all(
+        f"{torch} or newer" in read(n) for n in ("README.md", "docs/students.md")
+    )
     entries = re.findall(r"^\s*-\s*(.*?)\s*$", read("environment.yml"), flags=re.M)
     python, *rest = entries[entries.index("pip") - 1 :]
     assert rest == ["pip", "pip:", "-c constraints.txt", "-e .[dev]"]

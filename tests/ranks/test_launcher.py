@@ -413,13 +413,6 @@ def test_an_interrupt_while_the_lanes_are_made_leaves_nothing(monkeypatch):
     assert len(made) > 3 and not [name for name in made if os.path.exists(name)]
 
 
-STRICT = ["-W", "error"]
-if torch.__version__.startswith(
-    "2.6."
-):  # its compiler leaves a folder to be removed at the end
-    STRICT += ["-W", "ignore:Implicitly cleaning up:ResourceWarning"]
-
-
 @contextlib.contextmanager
 def script(source, *, how="file"):
     """Run a script in a session and with a temporary directory of its own; yield both.
@@ -436,7 +429,7 @@ def script(source, *, how="file"):
         main.write_text(textwrap.dedent(source))
         with open(main if how == "stdin" else os.devnull) as stdin:
             process = subprocess.Popen(
-                [sys.executable, *STRICT, "-" if how == "stdin" else main],
+                [sys.executable, "-W", "error", "-" if how == "stdin" else main],
                 **{
                     "stdin": stdin,
                     "stdout": subprocess.PIPE,
