@@ -175,9 +175,9 @@ def schedule(function, k: int, title: str = "") -> Picture:
     frame the whole sum, a number a chunk that has just come. What is copied is dashed.
     """
     steps, columns = steps_of(function, k), 4 if k < 6 else 3
-    states, n = holdings(steps, k), num_chunks(steps)
+    states, n, far = holdings(steps, k), num_chunks(steps), 2 if k == 4 else 2.3
     angles = np.pi / 2 - 2 * np.pi * (np.arange(k) - 0.5) / k
-    places = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    places = np.stack([np.cos(angles), np.sin(angles)], axis=1).round(6)
     rows, title = -(-len(states) // columns), title or f"{function.__name__}({k})"
     figure = Picture(rows * WIDTH / columns + 0.3, title)
     figure.get_layout_engine().set(w_pad=0, h_pad=0.02, wspace=0, hspace=0.02)
@@ -185,7 +185,7 @@ def schedule(function, k: int, title: str = "") -> Picture:
     for number, (step, state) in enumerate(zip([[], *steps], states, strict=True)):
         ax = figure.add_subplot(rows, columns, number + 1, aspect="equal")
         ax.set_title(f"step {number}" if number else "start", y=0.95)
-        ax.set(xlim=(-2.3, 2.3), ylim=(-2.3, 2.3), xticks=[], yticks=[])
+        ax.set(xlim=(-far, far), ylim=(-far, far), xticks=[], yticks=[])
         before = states[number - 1]  # for the start, the end: all chunks are new
         for device, place in enumerate(places):
             _draw_device(ax, device, place, state[device], before[device], k)
@@ -211,8 +211,8 @@ def _draw_device(ax, device: int, place, held: list, before: list, k: int) -> No
         if own == tuple(range(k)):
             ax.add_patch(Rectangle((x, low), w, size[1], fill=False, ec=INK, zorder=3))
         if own != before[chunk] and len(held) > 1:
-            y = low + (size[1] + 0.16 if place[1] > 0 else -0.17)
-            ax.text(x + w / 2, y, chunk, **CENTRED)
+            y, va = (low + size[1], "bottom") if place[1] >= 0 else (low - 0.06, "top")
+            ax.text(x + w / 2, y, chunk, ha="center", va=va, size=9)
     ax.add_collection(PatchCollection(boxes, facecolor=colours))
     ax.text(*place, device, color="white", weight="bold", **CENTRED)
 
