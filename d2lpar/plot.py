@@ -5,7 +5,7 @@ Each is a ``Picture``: a matplotlib figure that also says in words what it shows
 
 import base64
 import io
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import matplotlib.style
 import numpy as np
@@ -88,16 +88,16 @@ def curves(series, x_label, y_label, title="", note="", log="", **units) -> Pict
     panels, words = series if nested else {"": series}, []
     lines = [line for panel in panels.values() for line in panel.items()]
     subjects = dict.fromkeys(name.partition(",")[0] for name, _ in lines)
-    left = (colour for colour in PALETTE if colour not in map(SCHEDULES.get, subjects))
+    left = cycle(c for c in PALETTE if c not in map(SCHEDULES.get, subjects))
     colours = {name: SCHEDULES.get(name) or next(left) for name in subjects}
     figure = Picture(0.9 + 2.2 * len(panels), title, note)
     axes = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0]
     for ax, (panel, own) in zip(axes, panels.items(), strict=True):
-        dashes = iter(["--", ":", "-."])
+        dash = {subject: cycle(["--", ":", "-."]) for subject in subjects}
         for name, (xs, ys) in own.items():
             subject, comma, _ = name.partition(",")
             style = {"color": colours[subject], "markevery": 1 + len(xs) // 13}
-            ax.plot(xs, ys, next(dashes) if comma else "o-", label=name, **style)
+            ax.plot(xs, ys, next(dash[subject]) if comma else "o-", label=name, **style)
             ends = [quantity(ys[i], units.get("y_unit")) for i in (0, -1)]
             words.append(f"{panel}: {name} from {' to '.join(ends)}".strip(": "))
         ax.set(title=panel, ylabel=y_label)
@@ -132,7 +132,7 @@ def bars(values: dict, x_label="", unit=None, title="", note="") -> Picture:
     kinds = dict.fromkeys(kind for own in parts.values() for kind in own)
     figure, lefts = Picture(0.8 + 0.3 * (len(values) + nested), title, note), 0
     ax = figure.subplots()
-    for kind, colour in zip(kinds, PALETTE, strict=False):
+    for kind, colour in zip(kinds, cycle(PALETTE), strict=False):
         lengths = np.array([own.get(kind, 0) for own in parts.values()])
         colours = colour if kind else [SCHEDULES.get(name, colour) for name in values]
         ax.barh(range(len(values)), lengths, 0.7, lefts, label=kind, color=colours)
