@@ -475,7 +475,7 @@ HANG = """
 
 def test_killing_the_caller_leaves_nothing():
     with script(HANG + "\n    launch(hang, 3, timeout=1000)") as (process, scratch):
-        lines = (line for line in process.stdout if "pid" in line)  # gloo prints, too
+        lines = (line for line in process.stdout if "pid" in line)
         assert len(list(islice(lines, 3))) == 3
         assert len(session(process.pid)) > 3 and os.listdir(scratch)
         process.kill()
