@@ -76,8 +76,7 @@ def probe(setting: Setting) -> Setting:
         command, env=environment(setting), capture_output=True, text=True, check=True
     )
     threads, kernels = done.stdout.strip().split(" ", 1)
-    # as torch 2.6 calls it
-    return Setting(kernels.replace("NO AVX", "DEFAULT"), int(threads))
+    return Setting(kernels, int(threads))
 
 
 def available(runs: tuple[Setting, ...]) -> dict[str, Setting]:

@@ -29,7 +29,7 @@ def check_arguments(
                 "torch.nn.parallel.DistributedDataParallel for it"
             )
     if any(isinstance(value, dist.ProcessGroup) for value in (device_ids, init_sync)):
-        # the sixth in torch 2.6
+        # given by position, where torch has another argument
         raise TypeError("pass the process group as process_group=")
     check_group(process_group)
     if weight not in ("equal", "rows"):

@@ -247,7 +247,7 @@ SCENARIOS = {
     "no_sync": sets_flags,
     "buffers": shares_buffers,
     "two wrappers": wraps_twice,
-} | {  # torch 2.6 has the first one only
+} | {  # torch 2.11 lacks the second
     f"{name}=False": partial(shares_buffers, **{name: False})
     for name in ("broadcast_buffers", "forward_sync_buffers", "init_sync")
     if name in inspect.signature(TORCHS).parameters

@@ -39,7 +39,7 @@ def test_parameters_are_torchs_and_then_ours():
         ]
         for kind in (DistributedDataParallel, TORCHS)
     )
-    # torch 2.6 has not all, and True for broadcast_buffers
+    # torch 2.11 has not all, and True for broadcast_buffers
     names = {name for name, *_ in theirs}
     theirs = [(*p[:2], None) if p[0] == "broadcast_buffers" else p for p in theirs]
     assert [p for p in ours if p[0] in names] == theirs
@@ -88,7 +88,7 @@ def raises(rank, k):
         ({"device_ids": 0}, TypeError, "device_ids must be a list of one GPU"),
         ({"device_ids": "cuda"}, TypeError, "device_ids must be a list of one GPU"),
         ({"device_ids": group}, TypeError, "process_group="),
-        ({"init_sync": group}, TypeError, "process_group="),  # its place in torch 2.6
+        ({"init_sync": group}, TypeError, "process_group="),  # by position
         (
             {"weight": "row"},
             ValueError,

@@ -206,7 +206,7 @@ def it_takes_what_torchs_takes(rank, k):
     ours, theirs = (
         inspect.signature(f).parameters for f in (fully_shard, fsdp.fully_shard)
     )
-    named = [name for name in theirs if name != "dp_mesh_dims"]  # newer than 2.6
+    named = [name for name in theirs if name != "dp_mesh_dims"]  # newer than 2.11
     assert [name for name in ours if name not in ("group", "prefetch")] == named
     assert (
         ours["reshard_after_forward"].default is theirs["reshard_after_forward"].default
