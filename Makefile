@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed
+TORCH_CPU := https://download.pytorch.org/whl/cpu
 
 # What another installation has exported must not reach into this one, nor a matplotlibrc of
 # one's own into the book's figures.
@@ -15,86 +16,83 @@ export MPLCONFIGDIR := $(CURDIR)/$(VENV)/matplotlib
 # A step frees its tensors, and the next one makes them again. Unless it is told otherwise, glibc
 # gives their memory back in between, which costs as much as some of the computing (notebook 02).
 # The library itself leaves its process's allocator alone.
-notebooks refresh lab live bench: export MALLOC_MMAP_THRESHOLD_ := 33554432
-notebooks refresh lab live bench: export MALLOC_TRIM_THRESHOLD_ := 1073741824
+notebooks refresh lab bench: export MALLOC_MMAP_THRESHOLD_ := 33554432
+notebooks refresh lab bench: export MALLOC_TRIM_THRESHOLD_ := 1073741824
 
-.PHONY: help notebooks refresh lab test test-everywhere live mutants size lint format saved-cells bench clean
-.PHONY: exercises answers course course-trial site browser-test soak
+.PHONY: help lab notebooks test clean exercises course course-trial site
+.PHONY: refresh format mutants bench everywhere browser-test
 .NOTPARALLEL:
 
-help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-21s %s\n", $$1, $$2}'
+help:
+	@sed -n -e 's/^## /\n/p' -e 's/^\([a-z-]*\):.*## /  make \1|/p' Makefile \
+	    | awk -F'|' '{ printf "%-20s%s\n", $$1, $$2 }'
 
-notebooks: $(INSTALLED)  ## run every notebook into build/notebooks (ONLY=03 runs that one)
-	@$(PY) tools/run_notebooks.py $(ONLY)
+## For readers
 
-refresh: $(INSTALLED)  ## the same, and write the outputs back to notebooks/, to be committed
-	@$(PY) tools/run_notebooks.py --refresh $(ONLY)
-
-lab: $(INSTALLED)  ## open copies of the notebooks, kept in work/, in JupyterLab
+lab: $(INSTALLED)  ## open your copies of the notebooks, in work/ (LAB="--no-browser --port 9000")
 	@$(PY) tools/work_copies.py
 	@$(PY) -m jupyterlab --LabApp.default_url=/lab/tree/work --LabApp.news_url=None \
-	    --LabApp.app_settings_dir=tools/lab \
-	    --LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate
+	    --LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate \
+	    --LabApp.app_settings_dir=tools/lab $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB)
 
-test: lint  ## lint, unit tests, and the checks of notebooks that need no execution
-	@$(PY) -m pytest -q
+notebooks: $(INSTALLED)  ## run every notebook into build/notebooks (ONLY="03 04" runs these)
+	@$(PY) tools/run_notebooks.py $(ONLY)
 
-live: $(INSTALLED)  ## run the chapters and name shown code that was never entered (ONLY=03)
-	@$(PY) tools/live_cells.py $(ONLY)
-
-test-everywhere: $(INSTALLED)  ## the numerical tests, with the kernels of other processors
-	@$(PY) tools/everywhere.py
-
-mutants: $(INSTALLED)  ## break the module, place by place: each has to fail a test (ONLY="ranks roof")
-	@$(PY) tools/mutants.py $(ONLY)
-
-size: $(INSTALLED)  ## lines, files and names of the module, room by room
-	@$(PY) tools/size.py
-
-lint: $(INSTALLED)  ## ruff, on code and notebooks
+test: $(INSTALLED)  ## check all: code, notebooks, exercises
 	@$(PY) -m ruff check --quiet .
 	@$(PY) -m ruff format --check --quiet . || { echo "Not formatted: make format"; exit 1; }
-
-format: $(INSTALLED)  ## let ruff format code and notebooks, and fix what it can
-	@$(PY) -m ruff check --fix --quiet . || true
-	@$(PY) -m ruff format .
-	@$(PY) tools/saved_cells.py
-
-saved-cells: $(INSTALLED)  ## rewrite the notebooks' "@save" cells from the module
-	@$(PY) tools/saved_cells.py
-
-exercises: $(INSTALLED)  ## write what students fill in, notebooks/exercises, from tests/exercises
-	@$(PY) tools/exercises.py
-
-answers: $(INSTALLED)  ## try right and wrong answers to the exercises (ONLY="03 museum")
-	@$(PY) tools/answers.py $(ONLY)
-
-course: $(INSTALLED)  ## a folder for nbgrader, with the exercises to be graded (DIR=../course)
-	@test -n "$(DIR)" || { echo "Which folder? For instance: make course DIR=../course"; exit 1; }
-	@$(PY) tools/exercises.py --course "$(DIR)"
-
-course-trial: $(INSTALLED)  ## install nbgrader; let it grade blank, solved and forged notebooks (ONLY=03)
-	@$(PY) -m pip install -qq -c constraints.txt -e ".[teach]"
-	@$(PY) tools/course_trial.py $(ONLY)
-
-site: $(INSTALLED)  ## the book as a site, in build/site (D2LPAR_REPOSITORY=https://… adds buttons)
-	@$(PY) -m pip install -qq -c constraints.txt -e ".[site]"
-	@$(PY) tools/website.py
-
-browser-test: $(INSTALLED)  ## click through the site and JupyterLab, in the system's Chromium
-	@$(PY) -m pip install -qq -c constraints.txt -e ".[site,browser]"
-	@$(PY) -m pytest -q -m browser --hang-limit=1200 tests/browser
-
-soak: $(INSTALLED)  ## kill training at random moments: each run must end as if undisturbed (N=100)
-	@$(PY) tools/soak.py $(or $(N),10)
-
-bench: $(INSTALLED)  ## measure ours against torch's: ratios and goals (ONLY="ranks ddp" runs those)
-	@$(PY) tools/bench.py $(ONLY)
+	@$(PY) -m pytest -q -n 2 --dist worksteal -m "not alone and not browser"
+	@$(PY) -m pytest -q -m "alone and not browser"
 
 clean:  ## remove what was built (.venv and work/ stay)
 	@rm -rf build .pytest_cache .ruff_cache .hypothesis
 	@find d2lpar tests tools benchmarks -name __pycache__ -type d -exec rm -rf {} +
+
+## For teachers
+
+exercises: $(INSTALLED)  ## write notebooks/exercises, then try all right and wrong answers (ONLY=03)
+	@$(PY) tools/exercises.py
+	@$(PY) -m pytest -q -n 2 tests/test_exercises.py --all-answers $(if $(ONLY),-k "$$(echo $(ONLY) | sed 's/ / or /g')")
+
+course: $(INSTALLED)  ## write a folder for nbgrader, with the exercises to be graded (DIR=../course)
+	@test -n "$(DIR)" || { echo "Which folder? For instance: make course DIR=../course"; exit 1; }
+	@$(PY) tools/exercises.py --course "$(DIR)"
+
+course-trial: $(INSTALLED)  ## let nbgrader grade blank, solved and forged notebooks (ONLY=03)
+	@$(PY) -m pip install -qq -c constraints.txt -e ".[teach]"
+	@$(PY) tools/course_trial.py $(ONLY)
+
+site: $(INSTALLED)  ## build the book as a site, in build/site (D2LPAR_REPOSITORY=https://… adds buttons)
+	@$(PY) -m pip install -qq -c constraints.txt -e ".[site]"
+	@$(PY) tools/website.py
+
+## For contributors
+
+refresh: $(INSTALLED)  ## run notebooks, and write their outputs back, to be committed (ONLY=03)
+	@$(PY) tools/run_notebooks.py --refresh $(ONLY)
+
+format: $(INSTALLED)  ## format code and notebooks, and bring the module's code into "@save" cells
+	@$(PY) -m ruff check --fix --quiet . || true
+	@$(PY) -m ruff format --quiet .
+	@$(PY) tools/saved_cells.py
+
+mutants: $(INSTALLED)  ## break the module, place by place: each has to fail a test (ONLY=ranks)
+	@$(PY) tools/mutants.py $(ONLY)
+
+bench: $(INSTALLED)  ## measure ours against torch's: ratios and goals (ONLY="ddp pipeline")
+	@$(PY) benchmarks $(ONLY)
+
+# Kernels of other processors, and other numbers of threads, add up in other orders.
+everywhere: $(INSTALLED)  ## the module's tests in four settings: kernels, threads (TESTS=tests/ranks)
+	@for s in default:SSE41:1 avx2:AVX2:2 :ALL:2 :ALL:4; do IFS=:; set -- $$s; unset IFS; \
+	    echo "== kernels: $${1:-the best}, threads: $$3"; \
+	    env $${1:+ATEN_CPU_CAPABILITY=$$1} ONEDNN_MAX_CPU_ISA=$$2 OMP_NUM_THREADS=$$3 MKL_DYNAMIC=FALSE \
+	        $(PY) -m pytest -q --hypothesis-profile=random -m "not browser" $(TESTS) || exit 1; \
+	done
+
+browser-test: $(INSTALLED)  ## click through the site and JupyterLab, in the system's Chromium
+	@$(PY) -m pip install -qq -c constraints.txt -e ".[site,browser]"
+	@$(PY) -m pytest -q -m browser --timeout=1200 tests/test_browser.py
 
 # The stamp is written last, so that an interrupted installation is not taken for a whole one. It
 # holds the folder's name: where that differs (the folder was moved or copied), or the Python that
@@ -110,9 +108,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	    echo "$(PYTHON) cannot make virtual environments: install its venv module" \
 	        "(Debian, Ubuntu: apt install python3-venv)"; exit 1; }
-	@echo "Installing into $(VENV) (a few minutes the first time)"
 	@rm -f $@
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@$(PY) -m pip install -qq -c constraints.txt -e ".[dev]"
+	@if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null \
+	    && ! $(PY) -m pip config list | grep -q index; then \
+	    echo "Without nvidia-smi: torch for CPUs, which is much smaller, from $(TORCH_CPU)"; \
+	    set -- --extra-index-url $(TORCH_CPU); \
+	fi; \
+	echo "Installing into $(VENV) (a few minutes the first time)"; \
+	$(PY) -m pip install -qq -c constraints.txt "$$@" -e ".[dev]"
 	@$(PY) -c 'import matplotlib.font_manager'  # once, and not in a notebook: it may take a minute
 	@printf '%s' '$(CURDIR)' > $@

@@ -22,13 +22,11 @@ import struct
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import torch
-from tqdm import tqdm
 
 from .devices import as_device, try_gpu
 
@@ -68,7 +66,6 @@ class DataError(ValueError):
             remedy or f"Restore it (git checkout data/) or fetch it again ({COMMAND})."
         )
         super().__init__(f"{path}: {problem}. {remedy}")
-        self.problem = problem
 
 
 def read_idx(path: str | Path, sha256: str | None = None) -> torch.Tensor:
@@ -201,99 +198,29 @@ def _find_data() -> Path:
 # Fetching the four files
 
 
-def download(
-    root: str | Path | None = None, address: str = ADDRESS, timeout: float = 30.0
-) -> Path:
+def download(root: str | Path | None = None, address: str = ADDRESS) -> Path:
     """Fetch those of the four files that are missing or wrong, and return their folder.
 
     ``root`` is None: what D2LPAR_DATA names, else data/ of the working directory. A
-    file takes its place when it is whole and right; until then it is a ``.part``, from
-    which a download that was stopped goes on. ``timeout`` is in seconds without a byte.
+    file takes its place once it is whole and right.
     """
-    if not address.startswith(("http://", "https://")):
-        raise ValueError(
-            f"an address starts with http:// or https://, and this is {address!r}"
-        )
     folder = Path(root or os.environ.get("D2LPAR_DATA") or "data").expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
     for name, sha256 in FILES.items():
         path = folder / f"{name}-ubyte.gz"
         with contextlib.suppress(DataError):
             read_idx(path, sha256)
             continue  # it is there, and right
-        _fetch(f"{address.rstrip('/')}/{path.name}", path, sha256, timeout)
-    return folder
-
-
-def _fetch(url: str, path: Path, sha256: str, timeout: float) -> None:
-    """Put a file in its place, by way of its ``.part``."""
-    part = path.with_name(f"{path.name}.part")
-    have = part.stat().st_size if part.exists() else 0
-    with _connect(url, path, have, timeout) as response:
-        if response.status != 206:  # Partial Content. This is the file from its start.
-            have = 0
+        url, part = f"{address.rstrip('/')}/{path.name}", path.with_suffix(".part")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(part, "ab" if have else "wb") as file:
-                for block in _blocks(response, url, path, have):
-                    file.write(block)
-        except OSError as error:
-            remedy = f"Make room, or choose a folder: {COMMAND} FOLDER."
-            problem = f"it cannot be written ({error.strerror or error})"
-            raise DataError(part, problem, remedy) from None
-    try:
+            with urlopen(url, timeout=30) as response:
+                part.write_bytes(response.read())
+        except (OSError, ValueError, HTTPException) as error:
+            problem, remedy = f"{url} cannot be fetched ({error})", f"{COMMAND} --from"
+            raise DataError(path, problem, f"Another address: {remedy} URL.") from None
         read_idx(part, sha256)
-    except DataError as error:
-        part.unlink()
-        remedy = (
-            "Fetch it again; if that does not help, from another network, or another"
-            " address: "
-        )
-        remedy += f"{COMMAND} --from ADDRESS."
-        problem = f"what came from {url} is not that file ({error.problem})"
-        raise DataError(path, problem, remedy) from None
-    os.replace(part, path)
-
-
-def _connect(url: str, path: Path, have: int, timeout: float) -> HTTPResponse:
-    """Ask for a file without the first bytes, already here; all of it may come."""
-    wanted = {"Range": f"bytes={have}-"} if have else {}
-    try:
-        return urlopen(Request(url, headers=wanted), timeout=timeout)
-    except HTTPError as error:
-        error.close()
-        if error.code == 416 and have:  # Range Not Satisfiable: no file is so long
-            return _connect(url, path, 0, timeout)
-        remedy = f"Try later, or name an address that has it: {COMMAND} --from ADDRESS."
-        raise DataError(
-            path, f"{url} answers {error.code} ({error.reason})", remedy
-        ) from None
-    except (OSError, HTTPException) as error:
-        raise _broken(url, path, getattr(error, "reason", error)) from None
-
-
-def _blocks(response: HTTPResponse, url: str, path: Path, have: int) -> Iterator[bytes]:
-    """Yield what a server sends, piece by piece, and show how far it is."""
-    left = int(response.headers.get("Content-Length", 0))  # 0: it does not say
-    bar = {"desc": path.name, "total": have + left, "initial": have, "disable": None}
-    try:
-        with tqdm(**bar, unit="B", unit_scale=True) as progress:
-            while block := response.read1(2**16):
-                yield block
-                progress.update(len(block))
-                left -= len(block)
-    except (OSError, HTTPException) as error:
-        raise _broken(url, path, error) from None
-    if left > 0:
-        raise _broken(url, path, f"it ended {left} bytes too early")
-
-
-def _broken(url: str, path: Path, reason: object) -> DataError:
-    remedy = (
-        "Check the network (behind a proxy, the variables http_proxy and https_proxy)"
-        " and fetch "
-    )
-    remedy += "it again: that goes on where this stopped."
-    return DataError(path, f"{url} cannot be read ({reason})", remedy)
+        part.replace(path)
+    return folder
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -301,21 +228,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m d2lpar", description=main.__doc__)
     words = "default: what D2LPAR_DATA names, else data"
     parser.add_argument("--download", nargs="?", const="", metavar="FOLDER", help=words)
-    parser.add_argument(
-        "--from", dest="address", default=ADDRESS, help="default: %(default)s"
-    )
+    parser.add_argument("--from", dest="url", default=ADDRESS, help="its address")
     args = parser.parse_args(argv)
     try:
-        fetched = args.download is not None and download(args.download, args.address)
+        fetched = args.download is not None and download(args.download, args.url)
         folder = fetched or _root(None)
         for name, sha256 in FILES.items():
             read_idx(folder / f"{name}-ubyte.gz", sha256)
         print(f"{folder}: the four files are there, and right")
     except (ValueError, OSError) as error:
         sys.exit(f"d2lpar: {error}")
-    except KeyboardInterrupt:
-        print(
-            "\nInterrupted. The same command goes on where this stopped.",
-            file=sys.stderr,
-        )
-        sys.exit(130)

@@ -4,15 +4,17 @@ GPU tests are skipped without a GPU, random tests are repeatable, and functions 
 file of tests travel to ranks by value.
 """
 
+import contextlib
+
 import cloudpickle
 import helpers
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 # No deadline per example: on a shared machine one of them is always slow. A whole test
-# has one, of tools/time_limit.py.
-pytest_plugins = ["time_limit"]
+# has one: timeout, in pyproject.toml.
 settings.register_profile(
     "d2lpar",
     deadline=None,
@@ -20,16 +22,33 @@ settings.register_profile(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile(  # make test-everywhere's; it prints how to repeat an example
+settings.register_profile(  # make everywhere's; it prints how to repeat an example
     "random", settings.get_profile("d2lpar"), derandomize=False, print_blob=True
 )
 settings.load_profile("d2lpar")
+
+
+def pytest_addoption(parser):
+    words = "try all wrong answers to exercises, not only the first of each"
+    parser.addoption("--all-answers", action="store_true", help=words)
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     """The same random numbers in every run of a test."""
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """End what a test that was too slow has left running: pytest-timeout does not."""
+    report = yield
+    if "Timeout" in str(report.longrepr):
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "multiprocessing." not in " ".join(process.cmdline()):  # all use it
+                    process.kill()
+    return report
 
 
 def pytest_collection_modifyitems(items):

@@ -1,17 +1,12 @@
 """Data other than those published are refused; minibatches have all examples once."""
 
-import contextlib
 import gzip
 import hashlib
 import os
-import signal
-import socket
 import struct
-import subprocess
-import sys
 import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -209,260 +204,62 @@ def test_odd_numbers_of_examples():
 # Fetching, from a server on this machine
 
 
-class Server(ThreadingHTTPServer):
-    """Hands out ``files`` by name; hangs up after ``cut`` bytes of an answer."""
-
-    daemon_threads = True  # one that stalls is not waited for
-
-    def __init__(self, files, ranges=True, cut=None, stalls=False, chunked=False):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.ranges, self.cut, self.chunked = files, ranges, cut, chunked
-        self.asked, self.stalls, self.ends = [], stalls, threading.Event()
-        self.address = f"http://127.0.0.1:{self.server_port}"
-
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.ends.set()
-        self.shutdown()
-        self.server_close()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        server, content = self.server, self.server.files.get(self.path[1:])
-        wanted = self.headers.get("Range", "")
-        server.asked.append((self.path[1:], wanted))
-        if content is None:
-            return self.send_error(404)
-        first = (
-            int(wanted.removeprefix("bytes=").removesuffix("-") or 0)
-            if server.ranges
-            else 0
-        )
-        if wanted and first >= len(content):
-            return self.send_error(416)
-        self.send_response(206 if server.ranges and wanted else 200)
-        if not server.chunked:
-            self.send_header("Content-Length", len(content) - first)
-        self.end_headers()
-        with contextlib.suppress(OSError):  # the other side is gone
-            self.wfile.write(content[first:][: server.cut])
-            if server.stalls:
-                server.ends.wait(60)
-
-
-def set_up(monkeypatch):
-    """Let the data set be four small files; return their bytes, by name."""
-    random = torch.Generator().manual_seed(0)
-    tensors = [torch.randint(256, (100, 20, 20), generator=random) for _ in data.FILES]
-    contents = {
-        name: idx(tensor) for name, tensor in zip(data.FILES, tensors, strict=True)
-    }
-    sums = {
-        name: hashlib.sha256(content).hexdigest() for name, content in contents.items()
-    }
-    monkeypatch.setattr(data, "FILES", sums)
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """The address of four small files, which are the data set, and their folder."""
+    (there := tmp_path / "server").mkdir()
+    monkeypatch.setattr(data, "FILES", dict.fromkeys(data.FILES, DIGEST))
+    for name in data.FILES:
+        write(there / f"{name}-ubyte.gz", ZIPPED)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("D2LPAR_DATA", raising=False)
-    return {
-        f"{name}-ubyte.gz": gzip.compress(content) for name, content in contents.items()
-    }
+    asked = partial(SimpleHTTPRequestHandler, directory=there)
+    with ThreadingHTTPServer(("127.0.0.1", 0), asked) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        yield f"http://127.0.0.1:{server.server_port}", there
+        server.shutdown()
 
 
-def whole(folder, files):
-    """Whether a folder holds these files, and nothing else."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()} == files
-
-
-def fails(words, *args, **kwargs):
-    with pytest.raises(DataError) as error:
-        data.download(*args, **kwargs)
-    text = str(error.value)
-    assert all(word in text for word in words) and "\n" not in text, text
-
-
-FIRST = "train-images-idx3-ubyte.gz"
-
-
-def test_a_download_fetches_what_is_missing_or_wrong_and_nothing_else(
-    tmp_path, monkeypatch
-):
-    files = set_up(monkeypatch)
-    monkeypatch.setattr(
-        data, "__file__", str(tmp_path / "installed" / "d2lpar" / "data.py")
-    )
+def test_a_download_fetches_what_is_missing_or_wrong(tmp_path, monkeypatch, server):
+    address, there = server
+    monkeypatch.setattr(data, "__file__", str(tmp_path / "installed" / "d2lpar" / "data.py"))
     monkeypatch.chdir(tmp_path)
-    with Server(files) as server:
-        # where it is looked for
-        assert data.download(address=server.address) == Path("data")
-        assert whole(tmp_path / "data", files) and data._find_data() == Path("data")
-        assert server.asked == [(name, "") for name in files]
-        server.files = files | {
-            f"mirror/{name}": content for name, content in files.items()
-        }
-        monkeypatch.setenv("D2LPAR_DATA", str(tmp_path / "else" / "where"))
-        data.download(address=f"{server.address}/mirror/")
-        assert whole(tmp_path / "else" / "where", files)
-        *_, other, last = files
-        # whole, and not the one
-        write(tmp_path / "data" / other, gzip.compress(idx(IMAGES)))
-        (tmp_path / "data" / last).unlink()
-        server.asked.clear()
-        data.download("data", server.address)
-    assert whole(tmp_path / "data", files) and server.asked == [(other, ""), (last, "")]
-    data.download("data", "http://nobody.invalid")  # all is there, and nobody is asked
+    first, second, *_ = sorted(path.name for path in there.iterdir())
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / first, ZIPPED[:-1])
+    data.main(["--download", "--from", address])
+    assert data._find_data() == Path("data")
+    assert [path.read_bytes() for path in Path("data").iterdir()] == [ZIPPED] * 4
+    write(there / first, b"something else")  # and nobody asks for it again
+    (tmp_path / "data" / second).unlink()
+    assert data.download(address=f"{address}/") == Path("data")
+    monkeypatch.setenv("D2LPAR_DATA", str(tmp_path / "else" / "where"))
+    with pytest.raises(SystemExit, match="starts with 73 6f 6d 65, where IDX has"):
+        data.main(["--download", "--from", address])
 
 
-@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "no_ranges"])
-def test_a_download_that_was_cut_goes_on_where_it_stopped(
-    tmp_path, monkeypatch, ranges
+def test_a_download_that_fails_names_file_and_address_and_loses_nothing(
+    tmp_path, server
 ):
-    files = set_up(monkeypatch)
-    with Server(files, cut=9_000) as server:
-        left = len(files[FIRST]) - 9_000
-        fails(
-            [FIRST, server.address, f"{left} bytes too early", "goes on"],
-            tmp_path,
-            server.address,
-        )
-    part = tmp_path / f"{FIRST}.part"
-    assert whole(tmp_path, {part.name: files[FIRST][:9_000]})
-    with Server(files, ranges) as server:
-        data.download(tmp_path, server.address)
-    assert server.asked[0] == (FIRST, "bytes=9000-") and len(server.asked) == 4
-    assert whole(tmp_path, files)
+    address, there = server
+    [first, *_] = data.FILES
+    path = write(tmp_path / f"{first}-ubyte.gz", b"an old file, and wrong")
+    for wrong in (f"{address}/nowhere", "http://127.0.0.1:1", str(there)):
+        with pytest.raises(DataError) as error:
+            data.download(tmp_path, wrong)
+        words = f"{path}: {wrong}/{path.name} cannot be fetched ("
+        assert str(error.value).startswith(words) and "--from" in str(error.value)
+    write(there / path.name, gzip.compress(CONTENT + b"x"))
+    with pytest.raises(DataError, match="too long by 1 bytes"):
+        data.download(tmp_path, address)
+    assert path.read_bytes().startswith(b"an old")
 
 
-def test_a_part_that_is_too_long_starts_again(tmp_path, monkeypatch):
-    files = set_up(monkeypatch)
-    write(tmp_path / f"{FIRST}.part", files[FIRST] + b"and more")
-    with Server(files) as server:
-        data.download(tmp_path, server.address)
-    assert [wanted for _, wanted in server.asked[:2]] == [
-        f"bytes={len(files[FIRST]) + 8}-",
-        "",
-    ]
-    assert whole(tmp_path, files)
-
-
-@pytest.mark.parametrize("chunked", [False, True], ids=["length", "no_length"])
-def test_what_is_not_the_file_never_takes_its_place(tmp_path, monkeypatch, chunked):
-    files = set_up(monkeypatch)
-    old = write(tmp_path / FIRST, b"an old file, and wrong")
-    flipped = bytearray(files[FIRST])
-    flipped[len(flipped) // 2] ^= 1
-    other = gzip.compress(idx(IMAGES))
-    for content, words in (
-        (bytes(flipped), "gzip stream is damaged"),
-        (files[FIRST][:-100], "gzip stream is damaged"),
-        (other, f"SHA-256 of its decompressed bytes is {DIGEST}"),
-        (b"<html>Please log in", "starts with 3c 68 74 6d, where IDX has 00 00 08"),
-    ):
-        with Server({FIRST: content}, chunked=chunked) as server:
-            fails([FIRST, server.address, words, "--from"], tmp_path, server.address)
-        assert whole(
-            tmp_path, {FIRST: old.read_bytes()}
-        ) and old.read_bytes().startswith(b"an old")
-
-
-def test_a_server_that_has_nothing_or_says_nothing_is_named(tmp_path, monkeypatch):
-    files = set_up(monkeypatch)
-    with Server({}) as server:
-        words = [
-            FIRST,
-            f"{server.address}/{FIRST} answers 404 (Not Found)",
-            "--from ADDRESS",
-        ]
-        fails(words, tmp_path / "new", server.address)
-    assert not (tmp_path / "new").exists()
-    fails(
-        [FIRST, server.address, "Connection refused", "proxy"], tmp_path, server.address
-    )
-    with Server(files, cut=9_000, stalls=True) as server:
-        fails([FIRST, "timed out", "goes on"], tmp_path, server.address, timeout=0.3)
-    with socket.create_server(("127.0.0.1", 0)) as mute:  # which never answers
-        address = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        fails([FIRST, "timed out"], tmp_path, address, timeout=0.3)
-    for address in ("ftp://127.0.0.1", str(tmp_path)):
-        with pytest.raises(ValueError, match="starts with http:// or https://"):
-            data.download(tmp_path, address)
-
-
-def test_a_disk_that_is_full_is_named(tmp_path, monkeypatch):
-    files = set_up(monkeypatch)
-    write(tmp_path / "data", b"no folder")
-    with Server(files) as server:
-        words = ["data/", FIRST, "cannot be written (File exists)", "--download FOLDER"]
-        fails(words, tmp_path / "data", server.address)
-        if os.path.exists("/dev/full"):
-            os.symlink("/dev/full", tmp_path / f"{FIRST}.part")
-            fails(
-                ["cannot be written (No space left", "Make room"],
-                tmp_path,
-                server.address,
-            )
-    assert not (tmp_path / FIRST).exists()
-
-
-def test_the_command_fetches_checks_and_can_be_interrupted(tmp_path):
-    """In its own process, with the real files; and Python has nothing to warn of."""
-    repository = Path(data.__file__).parents[1]
-    files = {
-        path.name: path.read_bytes() for path in (repository / "data").glob("*.gz")
-    }
-    environment = {k: v for k, v in os.environ.items() if k != "D2LPAR_DATA"}
-    environment |= {
-        "PYTHONPATH": str(repository),
-        "no_proxy": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-    }
-
-    def command(*options):
-        words = [sys.executable, "-W", "error", "-m", "d2lpar", *options]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        # What a shell starts in the background inherits that an interrupt is ignored.
-        inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            return subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes)
-        finally:
-            signal.signal(signal.SIGINT, inherited)
-
-    with Server(files, cut=10**6, stalls=True) as server:
-        process = command("--download", "--from", server.address)
-        part, until = tmp_path / "data" / f"{FIRST}.part", time.monotonic() + 100
-        while not (part.exists() and part.stat().st_size > 900_000):
-            assert process.poll() is None and time.monotonic() < until
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        said, warned = process.communicate(timeout=100)
-    assert (process.returncode, said) == (130, ""), warned
-    assert "goes on where this stopped" in warned
-    assert "Traceback" not in warned
-    with Server(files) as server:
-        said, warned = command("--download", "--from", server.address).communicate(
-            timeout=100
-        )
-    assert (said, warned) == ("data: the four files are there, and right\n", "")
-    assert server.asked[0][1].startswith("bytes=") and whole(tmp_path / "data", files)
-
-
-def test_the_command_without_an_option_asks_nobody(tmp_path, monkeypatch, capsys):
-    set_up(monkeypatch)
+def test_the_command_without_an_option_asks_nobody(tmp_path, monkeypatch, server):
     monkeypatch.setattr(data, "download", None)
     monkeypatch.setenv("D2LPAR_DATA", str(tmp_path))
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit, match=r"-idx3-ubyte\.gz: there is no such file"):
         data.main([])
-    words = (
-        f"d2lpar: {tmp_path / FIRST}: there is no such file. Fetch the four files"
-        " into data/"
-    )
-    assert stopped.value.code.startswith(words) and capsys.readouterr().out == ""
 
 
 @pytest.mark.gpu

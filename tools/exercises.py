@@ -1,17 +1,13 @@
 """Make the exercises that students fill in from masters with solutions.
 
-    python tools/exercises.py                 rewrite notebooks/exercises/
-    python tools/exercises.py --check         name what differs from the masters
-    python tools/exercises.py --course DIR    write a folder for nbgrader
+python tools/exercises.py                 rewrites notebooks/exercises/
+python tools/exercises.py --course DIR    writes a folder for nbgrader
 
-The masters, tests/exercises/*.ipynb, are marked as nbgrader wants it: a region between
-the lines ``### BEGIN SOLUTION`` and ``### END SOLUTION`` becomes one line that raises,
-and the lines between ``### BEGIN HIDDEN TESTS`` and ``### END HIDDEN TESTS`` are left
-out. None of this needs nbgrader. The texts of the exercises are those of the chapters:
-a master's are rewritten, too.
+The masters, tests/exercises/*.ipynb, are marked as nbgrader wants it. Their texts are
+those of the chapters, and are rewritten, too. By hand, so that students and CI need no
+nbgrader.
 """
 
-import argparse
 import copy
 import re
 import shutil
@@ -21,8 +17,7 @@ from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
-from run_notebooks import METADATA, ROOT, read
-from saved_cells import formatted
+from saved_cells import ROOT, formatted
 
 from d2lpar.study.checks import STUB
 
@@ -33,9 +28,7 @@ TEXT_STUB = "YOUR ANSWER HERE"
 REGION = r"^([ \t]*)### BEGIN {0}$\n(.*?)^[ \t]*### END {0}$\n?"
 SOLUTION = re.compile(REGION.format("SOLUTION"), flags=re.M | re.S)
 HIDDEN = re.compile(REGION.format("HIDDEN TESTS"), flags=re.M | re.S)
-
-# What a course needs to know. The stubs must be ours, so that both ways give the same
-# notebook.
+# The settings of a course. The stubs must be ours, so that both ways hand out the same.
 CONFIG = rf'''"""The settings of a course with the exercises of d2lpar."""
 
 c = get_config()
@@ -48,6 +41,12 @@ c.FileNameCollectorPlugin.named_regexp = named
 c.ExecutePreprocessor.timeout = 120  # seconds per cell: twice what a launch may take
 c.ExecutePreprocessor.extra_arguments = ["--Application.log_level=ERROR"]
 '''
+
+
+def masters() -> dict[str, NotebookNode]:
+    """Return all masters by name."""
+    paths = sorted(MASTERS.glob("*.ipynb"))
+    return {path.stem: nbformat.read(path, as_version=4) for path in paths}
 
 
 def role(cell: NotebookNode) -> str:
@@ -71,13 +70,9 @@ def unsolved(source: str, stub: str = STUB) -> str:
 def student(master: NotebookNode) -> NotebookNode:
     """Return the notebook that students get."""
     nb = copy.deepcopy(master)
-    nb.metadata = copy.deepcopy(METADATA)
     for cell in nb.cells:
-        cell.source = unsolved(
-            cell.source, STUB if cell.cell_type == "code" else TEXT_STUB
-        )
-        if cell.cell_type == "code":
-            cell.update(outputs=[], execution_count=None)
+        stub = STUB if cell.cell_type == "code" else TEXT_STUB
+        cell.source = unsolved(cell.source, stub)
         if cell.metadata.get("nbgrader", {}).get("locked"):
             cell.metadata.update(editable=False, deletable=False)
     return nb
@@ -91,15 +86,17 @@ def chapter_texts(name: str) -> dict[str, str]:
     chapter = CHAPTERS / f"{name}.ipynb"
     if not chapter.exists():
         return {}
-    section = read(chapter).cells[-1].source.partition("## Exercises\n")[2]
-    preface, *items = re.split(r"^\d+\. ", section, flags=re.M)
+    last = nbformat.read(chapter, as_version=4).cells[-1].source
+    preface, *items = re.split(
+        r"^\d+\. ", last.partition("## Exercises\n")[2], flags=re.M
+    )
     preface = re.sub(r"^.*\[With checks\].*$", "", preface, flags=re.M).strip()
     items = [textwrap.dedent("   " + item).strip() for item in items]
     return {"": preface} | {f"## Exercise {i}": item for i, item in enumerate(items, 1)}
 
 
 def completed(master: NotebookNode, name: str) -> NotebookNode:
-    """Return a master with the chapter's texts, and such tags that "run all" runs all.
+    """Return a master with the chapter's texts, whose "run all" runs all.
 
     Without the tag, JupyterLab stops at the first exercise that is not solved.
     """
@@ -118,80 +115,33 @@ def completed(master: NotebookNode, name: str) -> NotebookNode:
 def expected() -> dict[Path, str]:
     """Return the text of each master and of what is made from it, formatted."""
     texts = {}
-    for path in sorted(MASTERS.glob("*.ipynb")):
-        master = completed(read(path), path.stem)
-        for target, nb in ((path, master), (STUDENTS / path.name, student(master))):
-            texts[target] = formatted(nbformat.writes(nb) + "\n")
+    for name, master in masters().items():
+        nb = completed(master, name)
+        for target, made in ((MASTERS, nb), (STUDENTS, student(nb))):
+            texts[target / f"{name}.ipynb"] = formatted(nbformat.writes(made) + "\n")
     return texts
-
-
-def differences() -> list[Path]:
-    """Return the files that are missing, stale, not formatted, or left over."""
-    texts = expected()
-    left_over = set(STUDENTS.glob("*.ipynb")) - set(texts)
-    stale = [
-        p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text
-    ]
-    return sorted([*left_over, *stale])
-
-
-def write() -> None:
-    """Make ``differences`` empty, and name the files that change."""
-    texts = expected()
-    if not texts:
-        sys.exit(
-            f"There are no masters in {MASTERS}: students' notebooks are made from"
-            " them."
-        )
-    for path in differences():
-        if path in texts:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(texts[path], encoding="utf-8")
-        else:
-            path.unlink()
-        print(f"{path.relative_to(ROOT)}: {'written' if path in texts else 'removed'}")
 
 
 def make_course(folder: Path) -> None:
     """Write a course for nbgrader; never over a source that is already there."""
     for path in sorted(MASTERS.glob("*.ipynb")):
         target = folder / "source" / path.stem / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
             print(f"{target}: there already, and left as it is")
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-    config = folder / "nbgrader_config.py"
-    if not config.exists():
+        else:
+            shutil.copyfile(path, target)
+    if not (config := folder / "nbgrader_config.py").exists():
         config.write_text(CONFIG, encoding="utf-8")
-    print(
-        f"A course with {len(list(folder.glob('source/*/*.ipynb')))} assignments:"
-        f" {folder}"
-    )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing, name what differs"
-    )
-    parser.add_argument(
-        "--course", type=Path, metavar="DIR", help="write a course for nbgrader"
-    )
-    options = parser.parse_args(arguments)
-    if options.course:
-        make_course(options.course)
-    elif options.check:
-        for path in (stale := differences()):
-            print(
-                f"{path.relative_to(ROOT)} is not what the masters give: make exercises"
-            )
-        return int(bool(stale))
-    else:
-        write()
-    return 0
+    count = len(list(folder.glob("source/*/*.ipynb")))
+    print(f"A course with {count} assignments: {folder}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--course"]:
+        make_course(Path(sys.argv[2]))
+        sys.exit()
+    for path, text in expected().items():
+        if not path.exists() or path.read_text("utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(f"{path.relative_to(ROOT)}: written")

@@ -390,6 +390,7 @@ def test_a_rank_may_have_processes_which_end_with_it(capfd):
     wait_until(lambda: not alive(pid), "the child of a rank that died is left")
 
 
+@pytest.mark.alone
 def test_an_interrupt_while_the_lanes_are_made_leaves_nothing(monkeypatch):
     made = []
 
@@ -473,6 +474,7 @@ HANG = """
 """
 
 
+@pytest.mark.alone
 def test_killing_the_caller_leaves_nothing():
     with script(HANG + "\n    launch(hang, 3, timeout=1000)") as (process, scratch):
         lines = (line for line in process.stdout if "pid" in line)
@@ -483,6 +485,7 @@ def test_killing_the_caller_leaves_nothing():
         wait_until(lambda: not os.listdir(scratch), "files are left")
 
 
+@pytest.mark.alone
 def test_interrupting_leaves_nothing_and_the_next_launch_works():
     source = """
     for seconds in (0.3, 0.0, 0.005, 0.01, 0.02, 0.5):  # 0.3: the server still imports
@@ -594,6 +597,7 @@ CELLS = """
 CELLS = [cell.strip() for cell in textwrap.dedent(CELLS).split("# Next cell")]
 
 
+@pytest.mark.alone
 def test_cells_in_a_kernel_as_jupyterlab_has_it_and_an_interrupted_one(
     tmp_path, monkeypatch
 ):
