@@ -64,7 +64,8 @@ course-trial: $(INSTALLED)  ## let nbgrader grade blank, solved and forged noteb
 
 site: $(INSTALLED)  ## build the book as a site, in build/site (D2LPAR_REPOSITORY=https://… adds buttons)
 	@$(PY) -m pip install -qq -c constraints.txt -e ".[site]"
-	@$(PY) tools/website.py
+	@rm -rf build/site && $(PY) -m sphinx -qW --keep-going -c docs -d build/doctrees . build/site
+	@echo "The site is in build/site: open build/site/index.html"
 
 ## For contributors
 

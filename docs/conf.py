@@ -1,35 +1,35 @@
-"""Sphinx's configuration, used by tools/website.py; nothing is executed."""
+"""Sphinx's configuration: make site. No notebook is run."""
 
+import json
 import os
 import sys
 from pathlib import Path
 
 from docutils import nodes
 from PIL import Image
-from pydata_sphinx_theme.utils import get_theme_options_dict
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import d2lpar  # noqa: E402
+import website  # noqa: E402
 
-project, author, release = "d2lpar", "The d2lpar authors", d2lpar.__version__
+website.write_players(ROOT / "build" / "players")
+
+project, author = "d2lpar", "The d2lpar authors"
 project_copyright = "The d2lpar authors, MIT licence"
 language = "en"
-extensions = [
-    "myst_nb",
-    "sphinx_copybutton",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
-]
-
+root_doc = "docs/index"
+include_patterns = ["docs/*.md", "notebooks/*.ipynb", "notebooks/exercises/*.ipynb"]
+extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.autodoc"]
+extensions += ["sphinx.ext.napoleon"]
 nb_execution_mode = "off"
 nb_merge_streams = True
 nb_code_prompt_show = "Show the code that the chapter has defined"
 nb_code_prompt_hide = "Hide it"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "imported-members": True}
+autodoc_member_order = "groupwise"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 add_module_names = False
@@ -45,9 +45,7 @@ html_show_sourcelink = False
 html_use_index = html_domain_indices = False  # one can search
 html_copy_source = True  # what the download button hands out
 html_sourcelink_suffix = ""
-html_sidebars = {
-    "**": ["navbar-logo.html", "search-field.html", "sbt-sidebar-nav.html"]
-}
+html_sidebars = {"**": ["navbar-logo", "search-field", "sbt-sidebar-nav"]}
 html_theme_options = {
     "navbar_persistent": [],  # the sidebar has a field for searching, and one is enough
     "use_download_button": True,
@@ -70,6 +68,23 @@ if repository := os.environ.get("D2LPAR_REPOSITORY", "").rstrip("/"):
             "notebook_interface": "jupyterlab",
         },
     }
+PLAYERS = {
+    "notebooks/03_allreduce": "schedules",
+    "notebooks/12_pipeline_schedules": "pipelines",
+}
+
+
+def complete(app, docname: str, source: list[str]) -> None:
+    """Write the front page's list; let a chapter lead to the page that plays it."""
+    if docname in PLAYERS:
+        notebook = json.loads(source[0])
+        link = f"[Play with the schedules](../docs/{PLAYERS[docname]}.md)"
+        notebook["cells"][0]["source"] += [f"\n\n{link} of this chapter, step by step."]
+        source[0] = json.dumps(notebook)
+    elif docname.startswith("docs/"):
+        text = source[0].replace("CHAPTERS", website.chapter_list())
+        text = text.replace("](../notebooks/exercises)", "](exercises.md)")
+        source[0] = text.replace("](../README.md)", "](students.md)")
 
 
 def describe_figures(app, doctree) -> None:
@@ -77,28 +92,26 @@ def describe_figures(app, doctree) -> None:
     for image in doctree.findall(nodes.image):
         path = Path(app.srcdir, image["uri"].lstrip("/"))
         if path.suffix == ".png" and path.is_file():
-            image["alt"] = Image.open(path).info.get(
-                "Description", image.get("alt", "")
-            )
+            words = Image.open(path).info.get("Description", image.get("alt", ""))
+            image["alt"] = words
 
 
 def leave_out_fields(app, what, name, obj, skip, options) -> bool | None:
     """Leave out fields of named tuples, which the signature has, and matplotlib's."""
     field = (getattr(obj, "__doc__", None) or "").startswith("Alias for field")
-    theirs = (getattr(obj, "__module__", None) or "").startswith("matplotlib")
+    theirs = not (getattr(obj, "__module__", None) or "d2lpar").startswith("d2lpar")
     return True if field or theirs else None
 
 
-def offer_source(app, pagename, templatename, context, doctree) -> None:
-    """Show the button for a page's source only where the repository has that file."""
-    if repository and pagename in app.env.found_docs:
-        there = (ROOT / app.env.doc2path(pagename, base=False)).is_file()
-        get_theme_options_dict(app)["use_source_button"] = there
+def lead_to_front_page(app, exception) -> None:
+    """Let the site's folder open on its front page."""
+    page = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
+    Path(app.outdir, "index.html").write_text(page, encoding="utf-8")
 
 
 def setup(app) -> None:
     """Called by Sphinx."""
-    # before the theme's own
-    app.connect("html-page-context", offer_source, priority=400)
-    app.connect("autodoc-skip-member", leave_out_fields)
+    app.connect("source-read", complete)
     app.connect("doctree-read", describe_figures)
+    app.connect("autodoc-skip-member", leave_out_fields)
+    app.connect("build-finished", lead_to_front_page)

@@ -222,7 +222,9 @@ def server(tmp_path, monkeypatch):
 
 def test_a_download_fetches_what_is_missing_or_wrong(tmp_path, monkeypatch, server):
     address, there = server
-    monkeypatch.setattr(data, "__file__", str(tmp_path / "installed" / "d2lpar" / "data.py"))
+    monkeypatch.setattr(
+        data, "__file__", str(tmp_path / "installed" / "d2lpar" / "data.py")
+    )
     monkeypatch.chdir(tmp_path)
     first, second, *_ = sorted(path.name for path in there.iterdir())
     (tmp_path / "data").mkdir()

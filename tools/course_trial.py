@@ -56,7 +56,9 @@ with tempfile.TemporaryDirectory(prefix="course-") as folder:
             nbgrader(course, "autograde", name)
             nbgrader(course, "export", "--to=grades.csv")
             with (course / "grades.csv").open(newline="", encoding="utf-8") as file:
-                rows = [row for row in csv.DictReader(file) if row["assignment"] == name]
+                rows = [
+                    row for row in csv.DictReader(file) if row["assignment"] == name
+                ]
             points = {row["student_id"]: float(row["raw_score"]) for row in rows}
             checks = [cell for cell in master.cells if role(cell) == "check"]
             best = sum(cell.metadata.nbgrader.points for cell in checks)

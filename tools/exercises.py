@@ -96,9 +96,10 @@ def chapter_texts(name: str) -> dict[str, str]:
 
 
 def completed(master: NotebookNode, name: str) -> NotebookNode:
-    """Return a master with the chapter's texts, whose "run all" runs all.
+    """Return a master with the chapter's texts and the tags of its cells.
 
-    Without the tag, JupyterLab stops at the first exercise that is not solved.
+    Without the tag of an exercise, JupyterLab would stop at the first that is not
+    solved; that of the setup folds it away on the site.
     """
     nb, texts = copy.deepcopy(master), chapter_texts(name)
     for cell in nb.cells:
@@ -109,6 +110,8 @@ def completed(master: NotebookNode, name: str) -> NotebookNode:
             cell.source = f"{heading}\n\n{texts[heading]}"
         elif role(cell) in ("solution", "check"):
             cell.metadata.tags = ["raises-exception"]
+        elif role(cell) == "setup":
+            cell.metadata.tags = ["hide-input"]
     return nb
 
 

@@ -1,6 +1,6 @@
 """Run the notebooks, each in a fresh kernel, and stop at the first cell that fails.
 
-    python tools/run_notebooks.py [--refresh] [02 03]    --refresh writes outputs back
+python tools/run_notebooks.py [--refresh] [02 03]    --refresh writes outputs back
 """
 
 import argparse
@@ -82,7 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
         if failed:
             print(f"\n{failed}\n\n{path.name} failed; see build/notebooks")
             return 1
-    print(f"{len(paths)} notebooks in {time.monotonic() - start:.1f} s: build/notebooks")
+    print(
+        f"{len(paths)} notebooks in {time.monotonic() - start:.1f} s: build/notebooks"
+    )
     return int(not paths)
 
 

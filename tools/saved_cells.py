@@ -69,21 +69,21 @@ def mend(notebooks: list, package: Path = ROOT / "d2lpar") -> Iterator[str]:
                     yield f"{name} is not that of {file}"
             continue
         there, names = definitions(module), definitions(cell.source)
-        if unknown := ", ".join(names - there.keys()):
+        if unknown := ", ".join(names.keys() - there.keys()):
             yield f"{file} has no {unknown}"
             continue
         source = mark[0] + "\n\n\n".join(there[name] for name in names)
         if cell.source != source:
             yield f"{', '.join(names)}: not word for word that of {file}"
             cell.source = source
-        shown.setdefault(file, Counter(dict.fromkeys(there, 0))).update(names)
+        shown.setdefault(file, Counter(dict.fromkeys(there, 0))).update(list(names))
     for file, counts in shown.items():
         for name in (name for name, count in counts.items() if count != 1):
             yield f"{name} of {file} stands in {counts[name]} cells, and not in one"
 
 
 def formatted(text: str) -> str:
-    """Return a notebook's JSON as ruff formats it, but for the mark, which it respells."""
+    """Return a notebook's JSON, formatted by ruff, which would respell the marks."""
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename=x.ipynb", "-"]
     ran = subprocess.run(
         command, input=text, cwd=ROOT, check=True, capture_output=True, text=True

@@ -1,6 +1,6 @@
 """Copy to work/ what is not there yet of notebooks/, without outputs: predict first.
 
-What a reader has there is never touched. For a fresh copy, rename or delete the old one.
+What a reader has there is not touched. For a fresh copy, rename or delete the old one.
 """
 
 import shutil

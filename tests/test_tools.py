@@ -1,0 +1,298 @@
+"""The tools, on projects of their own; and the files of docs/clusters."""
+
+import ast
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mutants
+import nbformat
+import psutil
+import pytest
+import run_notebooks
+import saved_cells
+import timing
+import website
+import yaml  # jupyter brings it
+from nbformat.v4 import new_code_cell, new_notebook
+from torch.distributed.run import get_args_parser
+
+from d2lpar import collectives, pipeline
+from d2lpar.train_ddp import arguments
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def notebook(*sources):
+    return new_notebook(cells=[new_code_cell(source) for source in sources])
+
+
+# Running notebooks
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """Folders for notebooks, with an exercise, and for results."""
+    (tmp_path / "notebooks" / "exercises").mkdir(parents=True)
+    nbformat.write(notebook("2"), tmp_path / "notebooks" / "exercises" / "01_a.ipynb")
+    monkeypatch.setattr(run_notebooks, "FOLDER", tmp_path / "notebooks")
+    monkeypatch.setattr(run_notebooks, "BUILD", tmp_path / "build")
+    return tmp_path
+
+
+def test_a_notebook_is_run_refreshed_and_becomes_a_page(project, capsys):
+    path = project / "notebooks" / "01_a.ipynb"
+    nb = notebook("print(1, end='')\nprint(2)", "1 + 1")
+    nb.cells.insert(0, nbformat.v4.new_markdown_cell("[Next](02_b.ipynb)"))
+    nbformat.write(nb, path)
+    assert run_notebooks.main(["02"]) == 1  # there is none
+    assert run_notebooks.main(["--refresh", "01"]) == 0
+    assert re.search(r"01_a.ipynb +\d+\.\d s\n1 notebooks in", capsys.readouterr().out)
+    assert path.read_text() == (project / "build" / "01_a.ipynb").read_text()
+    cells = nbformat.read(path, as_version=4).cells[1:]
+    assert cells[0].outputs[0].text == "12\n" and cells[1].execution_count == 2
+    assert nbformat.read(path, as_version=4).metadata == nb.metadata
+    page = (project / "build" / "01_a.html").read_text()
+    assert 'href="02_b.html"' in page and "<script" not in page
+    assert (project / "build" / "exercises" / "01_a.ipynb").exists()
+
+
+CHILD = "import os, subprocess, time\nprint(subprocess.Popen(['sleep', '600']).pid)"
+
+
+def ends(pid):
+    process = psutil.Process(pid) if psutil.pid_exists(pid) else None
+    return process is None or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [
+        ("1 / 0  # here", "ZeroDivisionError: division by zero"),
+        ("time.sleep(600)", "Cell execution timed out"),
+        ("os.kill(os.getpid(), 9)", "Kernel died"),
+    ],
+)
+def test_what_fails_hangs_or_dies_is_named_and_leaves_nothing(
+    project, capsys, fails, words
+):
+    nbformat.write(notebook(CHILD, fails), project / "notebooks" / "01_a.ipynb")
+    assert run_notebooks.main(["--refresh", "--limit=5"]) == 1
+    said = capsys.readouterr().out
+    assert (
+        f"In this cell:\n\n{fails}\n" in said and words in said and "\x1b" not in said
+    )
+    built = nbformat.read(project / "build" / "01_a.ipynb", as_version=4)
+    assert words == "Kernel died" or ends(int(built.cells[0].outputs[0].text))
+    kept = nbformat.read(project / "notebooks" / "01_a.ipynb", as_version=4)
+    assert kept.cells[0].outputs == []
+
+
+@pytest.mark.alone
+def test_an_interrupt_leaves_nothing(tmp_path):
+    (tmp_path / "notebooks").mkdir()
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    wait = "print(open('pid', 'w').write(str(os.getpid())))\ntime.sleep(600)"
+    nbformat.write(notebook(CHILD, wait), tmp_path / "notebooks" / "01_a.ipynb")
+    runner = subprocess.Popen([sys.executable, tmp_path / "tools" / "run_notebooks.py"])
+    pid = tmp_path / "notebooks" / "pid"
+    while not (pid.exists() and pid.read_text()):
+        time.sleep(0.1)
+    started = psutil.Process(runner.pid).children(recursive=True)
+    assert int(pid.read_text()) in [process.pid for process in started]
+    runner.send_signal(signal.SIGINT)
+    assert runner.wait(60) != 0
+    assert psutil.wait_procs(started, timeout=10)[1] == []
+
+
+# Saved cells
+
+
+MODULE = '''"""A file."""
+
+from math import pi
+
+SIZES = 1, 2
+# What a whole circle has.
+CIRCLE = 2 * pi
+
+
+@cache
+def area(r):
+    """Return the area.
+
+    Of a circle.
+    """
+    return pi * r**2  # as Archimedes says
+
+
+class Box:
+    """A box."""
+
+    size = 2
+'''
+CELLS = [
+    "#@save shapes\nSIZES = 1, 2",
+    "#@save shapes\n# What a whole circle has.\nCIRCLE = 2 * pi",
+    "#@save shapes\n" + MODULE[MODULE.index("@cache") :].rstrip("\n"),
+]
+
+
+def mend(tmp_path, cells, module=MODULE, file="shapes"):
+    (tmp_path / f"{file}.py").write_text(module)
+    nb = notebook(*cells)
+    said = list(saved_cells.mend([nb], tmp_path))
+    return said, [cell.source for cell in nb.cells]
+
+
+def test_a_cell_holds_the_module_word_for_word_and_each_definition_is_in_one(tmp_path):
+    assert mend(tmp_path, [*CELLS, "1 + 1"]) == ([], [*CELLS, "1 + 1"])
+    stub = "#@save shapes\ndef area(): ...\nclass Box: ..."
+    for spoilt in (stub, CELLS[2].replace("Archimedes", "Euclid")):
+        said, cells = mend(tmp_path, [*CELLS[:2], spoilt])
+        assert (
+            said == ["area, Box: not word for word that of shapes"] and cells == CELLS
+        )
+    said, _ = mend(tmp_path, [*CELLS[1:], CELLS[1]])
+    assert said == [
+        "SIZES of shapes stands in 0 cells, and not in one",
+        "CIRCLE of shapes stands in 2 cells, and not in one",
+    ]
+    wrong = [*CELLS, "#@save shapes\ndef volume(): ..."]
+    assert mend(tmp_path, wrong) == (["shapes has no volume"], wrong)
+
+
+def test_files_that_are_not_there_yet_are_compared_without_docstrings(tmp_path):
+    module = MODULE.replace("@cache", "@cache\n@checked(check_area)")
+    cell = CELLS[2].replace("\n\n    Of a circle.\n    ", "").replace("  # as", "# as")
+    cell = cell.replace("#@save shapes", "#@save study.shapes")
+    (tmp_path / "study").mkdir()
+    assert mend(tmp_path, [cell], module, "study/shapes")[0] == []
+    wrong = cell.replace("r**2", "r**3").replace("Box:", "Box:\n    def f(): ...")
+    said, cells = mend(tmp_path, [wrong], module, "study/shapes")
+    assert cells == [wrong] and [line.split()[0] for line in said] == [
+        "area.area",
+        "Box.f",
+    ]
+
+
+# Copies for readers, mutants, goals
+
+
+def test_copies_have_no_outputs_and_what_a_reader_has_stays(tmp_path):
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    (tmp_path / "notebooks" / "img").mkdir(parents=True)
+    (tmp_path / "notebooks" / "img" / "a.png").write_bytes(b"\x89PNG")
+    nb = notebook("1 + 1")
+    nb.cells[0].update(execution_count=1, outputs=[nbformat.v4.new_output("stream")])
+    nbformat.write(nb, tmp_path / "notebooks" / "01_a.ipynb")
+    copy, command = tmp_path / "work" / "01_a.ipynb", tmp_path / "tools/work_copies.py"
+    for mine in (None, "mine"):
+        if mine:
+            copy.write_text(mine)
+            (tmp_path / "work" / "img" / "a.png").unlink()
+        subprocess.run([sys.executable, command], check=True)
+        assert (tmp_path / "work" / "img" / "a.png").read_bytes() == b"\x89PNG"
+        if not mine:
+            [cell] = nbformat.read(copy, as_version=4).cells
+            assert (cell.source, cell.outputs) == ("1 + 1", [])
+            assert cell.execution_count is None
+    assert copy.read_text() == "mine"
+
+
+def test_each_mutant_fits_once_and_names_a_test():
+    assert len(mutants.mutants()) >= 60
+    for file, fault in mutants.mutants():
+        text = (ROOT / "d2lpar" / file).read_text("utf-8")
+        ast.parse(mutants.broken(text, fault))
+        path, _, name = fault["test"].partition("::")
+        test = name.partition("[")[0]
+        pattern = rf"^def {test}\(|^{test} = on_ranks\("
+        assert re.search(pattern, (ROOT / "tests" / path).read_text("utf-8"), re.M), (
+            fault
+        )
+    with pytest.raises(ValueError, match="the old text stands there 2 times"):
+        mutants.broken("a + a", {"breaks": "it", "old": "a", "new": "b"})
+
+
+@pytest.mark.parametrize("assertion", ["add(1, 2) == 3", "add(1, 0) == 1"])
+def test_a_mutant_that_fails_its_test_is_caught(
+    tmp_path, monkeypatch, capsys, assertion
+):
+    for name in ("d2lpar", "tests", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "d2lpar" / "sums.py").write_text("def add(a, b):\n    return a + b\n")
+    test = f"from d2lpar.sums import add\n\ndef test_sum():\n    assert {assertion}\n"
+    (tmp_path / "tests" / "test_sums.py").write_text(test)
+    fault = 'breaks = "no sum"\nold = "+"\nnew = "-"\ntest = "test_sums.py::test_sum"\n'
+    (tmp_path / "tests" / "mutants.toml").write_text(f'[["sums.py"]]\n{fault}')
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    weak = "1, 0" in assertion
+    assert mutants.main(["sums"]) == weak
+    said = capsys.readouterr().out
+    assert f"{1 - weak} of 1 are caught" in said and ("sums.py: no sum" in said) == weak
+
+
+def test_a_goal_is_met_or_missed(capsys):
+    for value, goal, again, at_least, verdict in (
+        (0.9, 1.0, 1.0, False, "met"),
+        (1.05, 1.0, 1.08, False, "met within noise"),
+        (1.05, 1.0, 0.93, False, "met within noise"),  # as far off, below
+        (1.05, 1.0, 1.02, False, "MISSED"),
+        (1.4, 1.5, 1.0, True, "MISSED"),
+        ((0.5, 1.05, 2.0), 1.0, 1.0, False, "MISSED"),  # the median counts
+    ):
+        timing.print_goal("a : b", value, goal, again, at_least)
+        assert re.match(rf"goal {verdict}  +\d", capsys.readouterr().out), verdict
+
+
+# The site's data, as its players compute with them
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
+def test_the_players_know_what_python_knows():
+    chosen = [(f, k) for f in website.SCHEDULES.values() for k in (2, 5, 8)]
+    cases = [[website.exported_schedule(f(k)), k] for f, k in chosen]
+    orders = [website.exported_pipeline(f(4, 5), 4) for f in website.PIPELINES.values()]
+    program = f"""
+      const s = require("./docs/_static/schedules.js");
+      const p = require("./docs/_static/pipelines.js");
+      const walk = ([steps, k]) => s.costs(steps, k, 4000).pop();
+      const costs = {json.dumps(cases)}.map(walk);
+      const spans = {json.dumps(orders)}.map((orders) => p.predict(orders, 1, 2, 0.5));
+      console.log(JSON.stringify([costs, spans.map(p.bubble)]));"""
+    command = ["node", "-e", program]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
+    costs, bubbles = json.loads(said)
+    for cost, (schedule, k) in zip(costs, chosen, strict=True):
+        expected = collectives.cost.walk(schedule, k, 4000)
+        assert tuple(cost["sent"]) == expected.sent
+        assert cost["seconds"] == pytest.approx(expected.seconds, rel=1e-12)
+    spans = [pipeline.predict(f(4, 5), 1, 2, 0.5) for f in website.PIPELINES.values()]
+    assert bubbles == pytest.approx([pipeline.bubble(s) for s in spans], abs=1e-12)
+
+
+# The files of docs/clusters
+
+
+def test_the_schedulers_files_are_sound(monkeypatch):
+    folder = ROOT / "docs" / "clusters"
+    for name in ("train.sbatch", "two_machines.sh"):
+        subprocess.run(["bash", "-n", folder / name], check=True)
+    text = (folder / "train.sbatch").read_text("utf-8")
+    comments, _, commands = text.partition("\nset -euo pipefail\n")
+    assert "#SBATCH --requeue" in comments and "#SBATCH" not in commands
+    job = yaml.safe_load((folder / "pytorchjob.yaml").read_text("utf-8"))
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert set(job["spec"]["pytorchReplicaSpecs"]) == {"Master", "Worker"}
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        [container] = replica["template"]["spec"]["containers"]
+        first, *words = container["command"] + container["args"]
+        launched = get_args_parser().parse_args(words)
+        assert (first, launched.training_script) == ("torchrun", "d2lpar.train_ddp")
+        assert arguments(launched.training_script_args).resume_if_there
