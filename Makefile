@@ -29,13 +29,13 @@ help:
 
 ## For readers
 
-lab: $(INSTALLED)  ## open your copies of the notebooks, in work/ (LAB="--no-browser --port 9000")
+lab: $(INSTALLED)  ## open your copies of the notebooks (LAB="--port 9000")
 	@$(PY) tools/work_copies.py
 	@$(PY) -m jupyterlab --LabApp.default_url=/lab/tree/work --LabApp.news_url=None \
 	    --LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate \
 	    --LabApp.app_settings_dir=tools/lab $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB)
 
-notebooks: $(INSTALLED)  ## run every notebook into build/notebooks (ONLY="03 04" runs these)
+notebooks: $(INSTALLED)  ## run every notebook into build/notebooks (ONLY="03 04")
 	@$(PY) tools/run_notebooks.py $(ONLY)
 
 test: $(INSTALLED)  ## check all: code, notebooks, exercises
@@ -50,48 +50,52 @@ clean:  ## remove what was built (.venv and work/ stay)
 
 ## For teachers
 
-exercises: $(INSTALLED)  ## write notebooks/exercises, then try all right and wrong answers (ONLY=03)
+exercises: $(INSTALLED)  ## write the exercises, try all answers (ONLY=03)
 	@$(PY) tools/exercises.py
 	@$(PY) -m pytest -q -n 2 tests/test_exercises.py --all-answers $(if $(ONLY),-k "$$(echo $(ONLY) | sed 's/ / or /g')")
 
-course: $(INSTALLED)  ## write a folder for nbgrader, with the exercises to be graded (DIR=../course)
+course: $(INSTALLED)  ## write the exercises for nbgrader (DIR=../course)
 	@test -n "$(DIR)" || { echo "Which folder? For instance: make course DIR=../course"; exit 1; }
 	@$(PY) tools/exercises.py --course "$(DIR)"
 
-course-trial: $(INSTALLED)  ## let nbgrader grade blank, solved and forged notebooks (ONLY=03)
+course-trial: $(INSTALLED)  ## let nbgrader grade solved and forged ones (ONLY=03)
 	@$(PY) -m pip install -qq -c constraints.txt -e ".[teach]"
 	@$(PY) tools/course_trial.py $(ONLY)
 
-site: $(INSTALLED)  ## build the book as a site, in build/site (D2LPAR_REPOSITORY=https://… adds buttons)
+site: $(INSTALLED)  ## build the site (D2LPAR_REPOSITORY=https://… adds buttons)
 	@$(PY) -m pip install -qq -c constraints.txt -e ".[site]"
 	@rm -rf build/site && $(PY) -m sphinx -qW --keep-going -c docs -d build/doctrees . build/site
 	@echo "The site is in build/site: open build/site/index.html"
 
 ## For contributors
 
-refresh: $(INSTALLED)  ## run notebooks, and write their outputs back, to be committed (ONLY=03)
+refresh: $(INSTALLED)  ## run notebooks, write their outputs back (ONLY=03)
 	@$(PY) tools/run_notebooks.py --refresh $(ONLY)
 
-format: $(INSTALLED)  ## format code and notebooks, and bring the module's code into "@save" cells
+format: $(INSTALLED)  ## format all; bring the module's code into "@save" cells
 	@$(PY) -m ruff check --fix --quiet . || true
 	@$(PY) -m ruff format --quiet .
 	@$(PY) tools/saved_cells.py
 
-mutants: $(INSTALLED)  ## break the module, place by place: each has to fail a test (ONLY=ranks)
+mutants: $(INSTALLED)  ## break the module: each has to fail a test (ONLY=ranks)
 	@$(PY) tools/mutants.py $(ONLY)
 
-bench: $(INSTALLED)  ## measure ours against torch's: ratios and goals (ONLY="ddp pipeline")
+bench: $(INSTALLED)  ## measure ours against torch's (ONLY="ddp pipeline")
 	@$(PY) benchmarks $(ONLY)
 
 # Kernels of other processors, and other numbers of threads, add up in other orders.
-everywhere: $(INSTALLED)  ## the module's tests in four settings: kernels, threads (TESTS=tests/ranks)
-	@for s in default:SSE41:1 avx2:AVX2:2 :ALL:2 :ALL:4; do IFS=:; set -- $$s; unset IFS; \
-	    echo "== kernels: $${1:-the best}, threads: $$3"; \
-	    env $${1:+ATEN_CPU_CAPABILITY=$$1} ONEDNN_MAX_CPU_ISA=$$2 OMP_NUM_THREADS=$$3 MKL_DYNAMIC=FALSE \
-	        $(PY) -m pytest -q --hypothesis-profile=random -m "not browser" $(TESTS) || exit 1; \
+TESTS ?= $(filter-out %_browser.py %_exercises.py %_notebooks.py %_packaging.py %_plot.py \
+    %_project.py %_tools.py,$(wildcard tests/test_*.py tests/[a-z]*/))
+
+everywhere: $(INSTALLED)  ## test the module with other kernels and threads (TESTS=tests/ranks)
+	@for s in default:SSE41:SSE4_2:1 avx2:AVX2:AVX2:2 :ALL::2 :ALL::4; do \
+	    IFS=:; set -- $$s; unset IFS; echo "== kernels: $${1:-the best}, threads: $$4"; \
+	    env $${1:+ATEN_CPU_CAPABILITY=$$1 MKL_ENABLE_INSTRUCTIONS=$$3} ONEDNN_MAX_CPU_ISA=$$2 \
+	        OMP_NUM_THREADS=$$4 MKL_DYNAMIC=FALSE \
+	        $(PY) -m pytest -q --hypothesis-profile=random $(TESTS) || exit 1; \
 	done
 
-browser-test: $(INSTALLED)  ## click through the site and JupyterLab, in the system's Chromium
+browser-test: $(INSTALLED)  ## click through site and JupyterLab, in Chromium
 	@$(PY) -m pip install -qq -c constraints.txt -e ".[site,browser]"
 	@$(PY) -m pytest -q -m browser --timeout=1200 tests/test_browser.py
 
@@ -112,7 +116,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@rm -f $@
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null \
-	    && ! $(PY) -m pip config list | grep -q index; then \
+	    && ! $(PY) -m pip config list | grep index >/dev/null; then \
 	    echo "Without nvidia-smi: torch for CPUs, which is much smaller, from $(TORCH_CPU)"; \
 	    set -- --extra-index-url $(TORCH_CPU); \
 	fi; \

@@ -10,7 +10,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from itertools import cycle
 from statistics import median
 
 import psutil  # jupyter brings it
@@ -25,27 +24,22 @@ AGAIN = "the same again"  # the reference, a second time
 def print_machine() -> None:
     """Print what this runs on and how busy it is: the figures are worth no more."""
     busy, (load, *_) = psutil.cpu_percent(interval=1.0), os.getloadavg()
-    kept = (
-        "kept"
-        if "MALLOC_TRIM_THRESHOLD_" in os.environ
-        else "given back (make bench keeps it)"
-    )
     print(f"{hardware()}; {busy:.0f} % busy before we begin (load {load:.1f})")
-    print(f"On Linux, the memory of large tensors that are freed is {kept}.")
+    if "MALLOC_TRIM_THRESHOLD_" not in os.environ:
+        print("The memory of large tensors is given back when they are freed.")
 
 
 def time_in_turn(
     contenders: dict[str, Callable[[], object]], rounds: int = 30, warm_up: int = 5
 ) -> dict[str, list[float]]:
-    """Call each contender once a round, in turn, and return its seconds in each round.
+    """Call each contender once a round, and return its seconds in each round.
 
     In another order each time, so that a disturbance of the machine hits all of them
-    alike.
+    alike, and none always profits from what another leaves in the caches.
     """
     seconds = {name: [] for name in contenders}
     for i in range(warm_up + rounds):
         turns = list(contenders.items())
-        # else one might always profit from what another leaves in the caches
         random.shuffle(turns)
         for name, contender in turns:
             begin = time.perf_counter()
@@ -65,26 +59,17 @@ def print_ratios(
     A ratio is one of the same round. ``goals`` has, for some names, the largest ratio
     that is asked for.
     """
-    print(f"\n{title}\n{len(seconds[base])} rounds")
+    print(f"\n{title}, {len(seconds[base])} rounds")
     width = max(map(len, seconds))
-    print(
-        f"{'':{width}}  {'median':>9}  {'quartiles':>17}  {'ratio':>6} "
-        f" {'quartiles':>11}"
-    )
     ratios = {name: ratio(times, seconds[base]) for name, times in seconds.items()}
     for name, times in seconds.items():
         low, middle, high = quartiles([1e3 * t for t in times])
-        print(
-            f"{name:{width}}  {middle:6.2f} ms  {low:6.2f} to {high:6.2f} ms"
-            f"  {ratios[name][1]:6.3f}  {ratios[name][0]:.2f} to {ratios[name][2]:.2f}"
-        )
+        of_base = "{1:6.3f} ({0:.2f} to {2:.2f})".format(*ratios[name])
+        spread = f"{middle:8.2f} ms ({low:.2f} to {high:.2f})"
+        print(f"{name:{width}} {spread:30} times {base}: {of_base}")
+    again = ratios.get(AGAIN, (1, 1, 1))[1]
     for name, goal in goals.items():
-        print_goal(
-            f"{title}: {name} : {base}",
-            ratios[name],
-            goal,
-            ratios.get(AGAIN, (1, 1, 1))[1],
-        )
+        print_goal(f"{title}: {name} : {base}", ratios[name], goal, again)
 
 
 def print_goal(
@@ -97,21 +82,16 @@ def print_goal(
     """Print whether a ratio, or the median of (low, middle, high), reaches its goal.
 
     ``again`` is what the reference measures against itself: by so much the ratio may
-    miss the goal and it is still not known whether it does. ``tools/bench.py`` collects
-    these lines.
+    miss the goal and it is still not known whether it does. These lines are collected.
     """
     low, middle, high = value if isinstance(value, tuple) else (value,) * 3
-    noise = max(again, 1 / again)
     beyond = goal / middle if at_least else middle / goal
-    verdict = (
-        "met" if beyond <= 1 else "met within noise" if beyond <= noise else "MISSED"
-    )
+    verdict = "met within noise" if beyond <= max(again, 1 / again) else "MISSED"
+    verdict = "met" if beyond <= 1 else verdict
     spread = f" ({low:.2f} to {high:.2f})" if low < high else ""
     bound = f"{'>=' if at_least else '<='} {goal:.2f}"
-    print(
-        f"goal {verdict:16} {middle:5.2f}{spread:15} {bound}  itself {again:.2f} "
-        f" {what}"
-    )
+    measured = f"{middle:5.2f}{spread:15} {bound}"
+    print(f"goal {verdict:16} {measured}  itself {again:.2f}  {what}")
 
 
 def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
@@ -124,21 +104,9 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def copy_bandwidth(nbytes: int, count: int = 12, rounds: int = 40) -> float:
-    """Return the bytes read and written per second when tensors are copied.
-
-    ``count`` tensors of ``nbytes`` take turns, so that no cache holds what is copied.
-    """
-    tensors = cycle([torch.ones(nbytes // 4) for _ in range(count)])
-    seconds = time_in_turn({"copy": lambda: next(tensors).copy_(next(tensors))}, rounds)
-    return 2 * nbytes / median(seconds["copy"])
-
-
 def matmul_peak(n: int = 2048, rounds: int = 10) -> float:
     """Return the float32 operations per second of a product of n x n matrices."""
     a = torch.rand(n, n)
     out = torch.empty_like(a)
-    seconds = time_in_turn(
-        {"matmul": lambda: torch.mm(a, a, out=out)}, rounds, warm_up=2
-    )
+    seconds = time_in_turn({"matmul": lambda: torch.mm(a, a, out=out)}, rounds, 2)
     return 2 * n**3 / median(seconds["matmul"])
