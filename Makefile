@@ -42,7 +42,7 @@ test: $(INSTALLED)  ## check all: code, notebooks, exercises
 	@$(PY) -m ruff check --quiet .
 	@$(PY) -m ruff format --check --quiet . || { echo "Not formatted: make format"; exit 1; }
 	@$(PY) -m pytest -q -n 2 --dist worksteal -m "not alone and not browser"
-	@$(PY) -m pytest -q -m "alone and not browser"
+	@$(PY) -m pytest -q -m alone $$(grep -rl --include=*.py mark.alone tests)
 
 clean:  ## remove what was built (.venv and work/ stay)
 	@rm -rf build .pytest_cache .ruff_cache .hypothesis

@@ -133,7 +133,9 @@ def test_a_solution_is_done_and_a_stub_and_wrong_answers_are_refused(
 
 
 @each_master
-def test_solutions_are_done_one_after_the_other(name):
+def test_solutions_are_done_one_after_the_other(name, request):
+    if not request.config.getoption("all_answers"):
+        pytest.skip("make exercises tries this, too")
     setup, tried = exercises_of(name)
     kernel = fresh(setup)
     assert [attempt(kernel, e, e.solution) for e in tried] == [""] * len(tried) != []
@@ -178,9 +180,9 @@ def test_what_a_check_accepts_or_says_badly_is_told(capsys):
     refusal = attempt(fresh(setup), one, "def double(x):\n    return 3 * x")
     assert refusal.startswith("1: double(2) is 6") and flaw(1, refusal, "is 6") == ""
     assert flaw(1, "") == "it is accepted" and "does not match" in flaw(1, refusal, "7")
-    for said in (refusal[3:], f"{refusal}\n", "1: no", refusal * 9, f"2{refusal[1:]}"):
+    for said in (refusal[3:], f"{refusal}\n", "1: no", refusal * 99, f"2{refusal[1:]}"):
         assert "this is not one sentence that begins with 1" in flaw(1, said)
-    for old, times in (("x", 2), ("nowhere", 0)):
+    for old, times in ((" ", 7), ("nowhere", 0)):
         with pytest.raises(ValueError):
             answers._changed(one, {"old": old, "new": "y", "why": str(times)})
     changed = answers._changed(one, {"old": "2 * x", "new": "x * x", "why": ""})

@@ -82,7 +82,7 @@ def test_what_fails_hangs_or_dies_is_named_and_leaves_nothing(
     project, capsys, fails, words
 ):
     nbformat.write(notebook(CHILD, fails), project / "notebooks" / "01_a.ipynb")
-    assert run_notebooks.main(["--refresh", "--limit=5"]) == 1
+    assert run_notebooks.main(["--refresh", "--limit=2"]) == 1
     said = capsys.readouterr().out
     assert (
         f"In this cell:\n\n{fails}\n" in said and words in said and "\x1b" not in said

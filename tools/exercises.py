@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import textwrap
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -43,6 +44,7 @@ c.ExecutePreprocessor.extra_arguments = ["--Application.log_level=ERROR"]
 '''
 
 
+@cache
 def masters() -> dict[str, NotebookNode]:
     """Return all masters by name."""
     paths = sorted(MASTERS.glob("*.ipynb"))

@@ -390,7 +390,6 @@ def test_a_rank_may_have_processes_which_end_with_it(capfd):
     wait_until(lambda: not alive(pid), "the child of a rank that died is left")
 
 
-@pytest.mark.alone
 def test_an_interrupt_while_the_lanes_are_made_leaves_nothing(monkeypatch):
     made = []
 
