@@ -17,13 +17,15 @@ from pathlib import Path
 import nbformat
 from exercises import CONFIG, STUDENTS, make_course, masters, role, solution
 
-PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where it finds alembic
+# It looks for alembic on the path, and warns of its own use of a database.
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+ENV = os.environ | {"PATH": PATH, "PYTHONWARNINGS": "ignore"}
 
 
 def nbgrader(course: Path, *words: str) -> None:
     """Run a command of nbgrader in the course."""
-    command = [sys.executable, "-m", "nbgrader", "--log-level=ERROR", *words]
-    subprocess.run(command, cwd=course, env=os.environ | {"PATH": PATH}, check=True)
+    command = [sys.executable, "-m", "nbgrader", *words, "--log-level=ERROR"]
+    subprocess.run(command, cwd=course, env=ENV, check=True)
 
 
 def hand_in(course: Path, name: str, master: nbformat.NotebookNode) -> None:
