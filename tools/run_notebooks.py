@@ -1,7 +1,4 @@
-"""Run the notebooks, each in a fresh kernel, and stop at the first cell that fails.
-
-python tools/run_notebooks.py [--refresh] [02 03]    --refresh writes outputs back
-"""
+"""Run the notebooks, each in a fresh kernel, and stop at the first cell that fails."""
 
 import argparse
 import os
@@ -65,16 +62,15 @@ def run(path: Path, limit: float, refresh: bool) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="how the notebooks' names begin")
+    parser.add_argument("names", nargs="*", default=[""], help="how they begin: 02 03")
     parser.add_argument("--refresh", action="store_true", help="write outputs back")
     parser.add_argument("--limit", type=float, default=1200, help="seconds per cell")
     args = parser.parse_args(arguments)
     for folder in filter(Path.is_dir, FOLDER.iterdir()):  # pages link to these
         shutil.copytree(folder, BUILD / folder.name, dirs_exist_ok=True)
-    names = tuple(args.names or [""])
-    paths = sorted(p for p in FOLDER.glob("*.ipynb") if p.name.startswith(names))
+    paths = [p for p in FOLDER.glob("*.ipynb") if p.name.startswith(tuple(args.names))]
     start = time.monotonic()
-    for path in paths:
+    for path in sorted(paths):
         print(f"{path.name:36}", end="", flush=True)
         begin = time.monotonic()
         failed = run(path, args.limit, args.refresh)
@@ -82,9 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         if failed:
             print(f"\n{failed}\n\n{path.name} failed; see build/notebooks")
             return 1
-    print(
-        f"{len(paths)} notebooks in {time.monotonic() - start:.1f} s: build/notebooks"
-    )
+    print(f"{len(paths)} notebooks in {time.monotonic() - start:.1f} s")
     return int(not paths)
 
 
