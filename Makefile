@@ -115,12 +115,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	        "(Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	@rm -f $@
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo "Installing into $(VENV) (a few minutes the first time)"
 	@if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null \
 	    && ! $(PY) -m pip config list | grep index >/dev/null; then \
 	    echo "Without nvidia-smi: torch for CPUs, which is much smaller, from $(TORCH_CPU)"; \
-	    set -- --extra-index-url $(TORCH_CPU); \
-	fi; \
-	echo "Installing into $(VENV) (a few minutes the first time)"; \
-	$(PY) -m pip install -qq -c constraints.txt "$$@" -e ".[dev]"
+	    $(PY) -m pip install -qq --no-deps --retries 1 -c constraints.txt -i $(TORCH_CPU) torch 2>/dev/null \
+	        || echo "It cannot be had there. PyPI's torch is large: it comes with CUDA."; \
+	fi
+	@$(PY) -m pip install -qq -c constraints.txt -e ".[dev]"
 	@$(PY) -c 'import matplotlib.font_manager'  # once, and not in a notebook: it may take a minute
 	@printf '%s' '$(CURDIR)' > $@
