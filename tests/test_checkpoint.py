@@ -324,7 +324,6 @@ SAVER = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.alone
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     program = [sys.executable, "-c", textwrap.dedent(SAVER), str(tmp_path / "x")]
     result = subprocess.run(program, capture_output=True, text=True, timeout=100)

@@ -165,6 +165,10 @@ def test_a_cell_holds_the_module_word_for_word_and_each_definition_is_in_one(tmp
     ]
     wrong = [*CELLS, "#@save shapes\ndef volume(): ..."]
     assert mend(tmp_path, wrong) == (["shapes has no volume"], wrong)
+    with pytest.raises(ValueError, match="nor an import: CIRCLE"):
+        mend(tmp_path, CELLS, MODULE + "\n\nCIRCLE += 1\n")
+    part = CELLS[0].replace("shapes", "plot")  # of the workshop
+    assert mend(tmp_path, [part], file="plot") == ([], [part])
 
 
 def test_files_that_are_not_there_yet_are_compared_without_docstrings(tmp_path):

@@ -300,7 +300,6 @@ def ended(process):
     return said, complained
 
 
-@pytest.mark.alone
 def test_a_run_of_torchrun_that_is_killed_goes_on_to_the_same_bits(small, tmp_path):
     path, other = tmp_path / "net", tmp_path / "other"
     options = "--examples=512", "--epochs=2", "--every=1"
@@ -322,7 +321,6 @@ def test_a_run_of_torchrun_that_is_killed_goes_on_to_the_same_bits(small, tmp_pa
     assert path.read_bytes() == other.read_bytes()
 
 
-@pytest.mark.alone
 def test_a_restart_of_torchrun_under_a_fixed_port_goes_on_from_the_checkpoint(
     small, tmp_path
 ):

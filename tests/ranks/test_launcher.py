@@ -473,7 +473,6 @@ HANG = """
 """
 
 
-@pytest.mark.alone
 def test_killing_the_caller_leaves_nothing():
     with script(HANG + "\n    launch(hang, 3, timeout=1000)") as (process, scratch):
         lines = (line for line in process.stdout if "pid" in line)
