@@ -41,9 +41,9 @@ def seeded():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """End what a test that was too slow has left running: pytest-timeout does not."""
+    """End what a test that failed, or took too long, has left running."""
     report = yield
-    if "Timeout" in str(report.longrepr):
+    if report.failed and not item.get_closest_marker("browser"):  # all share Chromium
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if "multiprocessing." not in " ".join(process.cmdline()):  # all use it

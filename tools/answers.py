@@ -74,9 +74,10 @@ def wrong_answers(name: str, exercise: Exercise) -> list[dict]:
 def _changed(exercise: Exercise, wrong: dict) -> str:
     """Return the solution with its old text replaced, which stands in it once."""
     regions = [region for _, region in SOLUTION.findall(exercise.answer)]
+    if (count := sum(region.count(wrong["old"]) for region in regions)) != 1:
+        place = f"{exercise.id}, {wrong['why']}"
+        raise ValueError(f"{place}: the old text stands {count} times in the solution")
     [region] = [region for region in regions if wrong["old"] in region]
-    if region.count(wrong["old"]) != 1:
-        raise ValueError(f"{exercise.id}, {wrong['why']}: the old text is not unique")
     changed = region.replace(wrong["old"], wrong["new"])
     return solution(exercise.answer.replace(region, changed))
 
