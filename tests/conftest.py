@@ -27,6 +27,9 @@ settings.register_profile(  # make everywhere's; it prints how to repeat an exam
 )
 settings.load_profile("d2lpar")
 
+# The tests' two processes share the cores: more threads would wait for each other.
+torch.set_num_threads(1)
+
 
 def pytest_addoption(parser):
     words = "try all wrong answers to exercises, not only the first of each"
@@ -59,12 +62,3 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-@pytest.fixture
-def one_thread():
-    """For small batches: more threads only wait for each other, on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

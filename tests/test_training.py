@@ -14,8 +14,6 @@ CPU = torch.device("cpu")
 LR = 0.3
 silent = {"on_progress": lambda history: None}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 # In float64, unless it is said: kernels round differently, and no tolerance must hang
 # on one.

@@ -37,7 +37,6 @@ from d2lpar.pipeline.schedules import Action
 from d2lpar.study.memory import peak_memory
 
 W = torch.tensor([0.5, 2.0, 0.25, 1.0, 3.0], dtype=torch.float64)
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def labels(n):
