@@ -2,8 +2,8 @@
 
 python tools/saved_cells.py    rewrites the cells that differ, and formats notebooks
 
-A new cell needs only the mark and ``def its_name(): ...``. Written by hand, since here
-the module is the authority; tools such as nbdev write the module from the notebooks.
+A new cell needs only the mark and ``def its_name(): ...``. Tools such as nbdev go the
+other way: here the module is the authority.
 """
 
 import ast
@@ -17,45 +17,25 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
-# Still to be brought to this form: their cells cut docstrings, leave out @checked lines
-# and may show some methods of a class only. In the end this list is empty.
+# Still to be brought to this form: in the end this list is empty.
 NOT_YET = "collectives data_parallel mixed_precision network pipeline ranks sharding"
 NOT_YET += " study tensor_parallel training"
 # Of these, chapters show what they explain; of all others every definition.
 WORKSHOP = "checkpoint train_ddp devices data models memory plot checks"
 WORKSHOP += " ranks.launch ranks.worker ranks.transport ranks.lanes"
-NAMED = ast.FunctionDef | ast.ClassDef
 
 
 def definitions(text: str) -> dict[str, str]:
-    """Return by name what a file defines at its top, with the comment above it."""
+    """Return by name what stands at the top of a file, with the comment above it."""
     lines, found, end = text.splitlines(), {}, 0
     for node in ast.parse(text).body:
         first = min(n.lineno for n in (node, *getattr(node, "decorator_list", ())))
         above = "\n".join(lines[end : first - 1]).rpartition("\n\n")[2]
         source = "\n".join([above, *lines[first - 1 : node.end_lineno]]).strip("\n")
         end = node.end_lineno
-        if isinstance(node, NAMED):
-            found[node.name] = source
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-            found[ast.unparse(target)] = source
-        elif not isinstance(node, ast.Import | ast.ImportFrom | ast.Expr):
-            raise ValueError(f"neither a definition nor an import: {source}")
-    return found
-
-
-def loosely(text: str) -> dict[str, str]:
-    """Return the code of functions and methods, without docstrings and guards."""
-    tree, found = ast.parse(text), {}
-    for node in filter(lambda n: isinstance(n, NAMED), ast.walk(tree)):
-        node.body = node.body[ast.get_docstring(node) is not None :] or [ast.Pass()]
-        marks = node.decorator_list
-        node.decorator_list = [m for m in marks if "checked(" not in ast.unparse(m)]
-    for node in filter(lambda n: isinstance(n, NAMED), tree.body):
-        for part in node.body if isinstance(node, ast.ClassDef) else [node]:
-            if isinstance(part, ast.FunctionDef):
-                found[f"{node.name}.{part.name}"] = ast.unparse(part)
+        if not isinstance(node, ast.Import | ast.ImportFrom | ast.Expr):
+            name = getattr(node, "name", ast.unparse(node).partition(" = ")[0])
+            found[name] = source
     return found
 
 
@@ -64,17 +44,10 @@ def mend(notebooks: list, package: Path = ROOT / "d2lpar") -> Iterator[str]:
     shown = {}
     for cell in [cell for nb in notebooks for cell in nb.cells]:
         mark = re.match(r"#@save ([\w.]+)\n", cell.source)
-        if not mark:
+        if not mark or (file := mark[1]).partition(".")[0] in NOT_YET.split():
             continue
-        file = mark[1]
-        module = (package / f"{file.replace('.', '/')}.py").read_text("utf-8")
-        if file.partition(".")[0] in NOT_YET.split():
-            there = loosely(module)
-            for name, code in loosely(cell.source).items():
-                if code != there.get(name):
-                    yield f"{name} is not that of {file}"
-            continue
-        there, names = definitions(module), definitions(cell.source)
+        module = package / f"{file.replace('.', '/')}.py"
+        there, names = definitions(module.read_text("utf-8")), definitions(cell.source)
         if unknown := ", ".join(names.keys() - there.keys()):
             yield f"{file} has no {unknown}"
             continue
@@ -92,10 +65,8 @@ def mend(notebooks: list, package: Path = ROOT / "d2lpar") -> Iterator[str]:
 def formatted(text: str) -> str:
     """Return a notebook's JSON, formatted by ruff, which would respell the marks."""
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename=x.ipynb", "-"]
-    ran = subprocess.run(
-        command, input=text, cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    return ran.stdout.replace('"# @save ', '"#@save ')
+    ran = subprocess.check_output(command, input=text, cwd=ROOT, text=True)
+    return ran.replace('"# @save ', '"#@save ')
 
 
 def main() -> int:
