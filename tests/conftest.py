@@ -5,6 +5,7 @@ file of tests travel to ranks by value.
 """
 
 import contextlib
+import os
 
 import cloudpickle
 import helpers
@@ -27,8 +28,9 @@ settings.register_profile(  # make everywhere's; it prints how to repeat an exam
 )
 settings.load_profile("d2lpar")
 
-# The tests' two processes share the cores: more threads would wait for each other.
-torch.set_num_threads(1)
+# make test's two processes share the cores: more threads would wait for each other.
+if "OMP_NUM_THREADS" not in os.environ:  # make everywhere tries other numbers
+    torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
