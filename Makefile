@@ -8,7 +8,7 @@ TORCH_CPU := https://download.pytorch.org/whl/cpu
 
 # What another installation has exported must not reach into this one, nor a matplotlibrc of
 # one's own into the book's figures.
-unexport PYTHONPATH PYTHONHOME JUPYTER_PATH
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE JUPYTER_PATH
 export PIP_USER := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/$(VENV)/matplotlib
