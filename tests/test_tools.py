@@ -167,8 +167,8 @@ def test_a_cell_holds_the_module_word_for_word_and_each_definition_is_in_one(tmp
     assert mend(tmp_path, wrong) == (["shapes has no volume"], wrong)
     said, _ = mend(tmp_path, CELLS, MODULE + "\n\nfor i in SIZES:\n    CIRCLE += i\n")
     assert len(said) == 1 and said[0].startswith("for i in SIZES")
-    part = CELLS[0].replace("shapes", "plot")  # of the workshop
-    assert mend(tmp_path, [part], file="plot") == ([], [part])
+    part = CELLS[0].replace("shapes", "devices")  # of the workshop
+    assert mend(tmp_path, [part], file="devices") == ([], [part])
 
 
 # Copies for readers, mutants, goals
