@@ -7,21 +7,12 @@ All public names are here, as in ``d2lpar.train``, ``d2lpar.ring``. The figures,
 from . import ranks
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .collectives import (
-    Move,
     all_gather,
     allreduce,
     broadcast,
-    direct,
-    halving_doubling,
     naive_allreduce,
-    recursive_doubling,
     reduce_scatter,
-    ring,
     ring_allreduce,
-    star,
-    tree,
-    verify_allreduce,
-    walk,
 )
 from .data import DataError, load_data_fashion_mnist
 from .data_parallel import (
@@ -63,6 +54,18 @@ from .pipeline import (
     sequential,
 )
 from .ranks import MismatchError, PeerError, RankError, launch
+from .schedules import (
+    Move,
+    cost,
+    direct,
+    halving_doubling,
+    recursive_doubling,
+    ring,
+    star,
+    tree,
+    two_level,
+    verify_allreduce,
+)
 from .sharding import (
     ShardedOptimizer,
     clip_grad_norm_,

@@ -16,14 +16,14 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from .collectives.schedules import chunks_of, holdings, num_chunks, steps_of
 from .pipeline.schedules import bubble, live_counts
+from .schedules import chunks_of, holdings, num_chunks
 
 # Of Okabe and Ito's colours and of Tol's, those that stand out from white.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288", "#6699CC", "#117733"]
 PALETTE += ["#882255"]
 NAMES = ["star", "ring", "tree", "direct", "halving_doubling", "dist.all_reduce"]
-SCHEDULES = dict(zip(NAMES, PALETTE, strict=False)) | {"recursive_doubling": PALETTE[6]}
+SCHEDULES = dict(zip(NAMES, PALETTE, strict=False)) | {"recursive_doubling": PALETTE[7]}
 INK, GREY, DARK_GREY = "#222222", "#E4E4E4", "#767676"
 CENTRED = {"ha": "center", "va": "center_baseline", "size": 9}
 WIDTH = 6.4  # inches, shown as 640 pixels
@@ -78,11 +78,14 @@ def _scale(axis, unit: str | None, values=(0.5,), log: bool = False) -> None:
 
 
 @styled
-def curves(series, x_label, y_label, title="", note="", log="", **units) -> Picture:
+def curves(
+    series, x_label, y_label, title="", note="", log="", sharey=True, **units
+) -> Picture:
     """Draw {name: (xs, ys)}, or one below the other {panel: {name: (xs, ys)}}.
 
     ``log`` may be "x", "y" or "xy"; ``x_unit`` and ``y_unit`` are as for ``quantity``.
-    "ring, predicted" is dashed and has the colour of "ring".
+    "ring, predicted" is dashed and has the colour of "ring". Panels have the same y,
+    unless ``sharey`` is False.
     """
     nested = isinstance(next(iter(series.values())), dict)
     panels, words = series if nested else {"": series}, []
@@ -91,7 +94,8 @@ def curves(series, x_label, y_label, title="", note="", log="", **units) -> Pict
     left = cycle(c for c in PALETTE if c not in map(SCHEDULES.get, subjects))
     colours = {name: SCHEDULES.get(name) or next(left) for name in subjects}
     figure = Picture(0.9 + 2.2 * len(panels), title, note)
-    axes = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0]
+    grid = figure.subplots(len(panels), sharex=True, sharey=sharey, squeeze=False)
+    axes = grid[:, 0]
     for ax, (panel, own) in zip(axes, panels.items(), strict=True):
         dash = {subject: cycle(["--", ":", "-."]) for subject in subjects}
         for name, (xs, ys) in own.items():
@@ -101,9 +105,11 @@ def curves(series, x_label, y_label, title="", note="", log="", **units) -> Pict
             ends = [quantity(ys[i], units.get("y_unit")) for i in (0, -1)]
             words.append(f"{panel}: {name} from {' to '.join(ends)}".strip(": "))
         ax.set(title=panel, ylabel=y_label)
-    for i, x in enumerate("xy"):
-        values = np.concatenate([line[i] for _, line in lines])
-        _scale(getattr(ax, f"{x}axis"), units.get(f"{x}_unit"), values, x in log)
+    for ax, own in zip(axes, panels.values(), strict=True):
+        for i, x in enumerate("xy"):
+            drawn = lines if sharey else own.items()
+            values = np.concatenate([line[i] for _, line in drawn])
+            _scale(getattr(ax, f"{x}axis"), units.get(f"{x}_unit"), values, x in log)
     ax.set(xlabel=x_label, ylim=(None if "y" in log else 0, None))
     for ax in axes:
         _name_lines(ax)
@@ -174,7 +180,7 @@ def schedule(function, k: int, title: str = "") -> Picture:
     Beside each device, a column is a chunk that it holds, a row in it a contribution, a
     frame the whole sum, a number a chunk that has just come. What is copied is dashed.
     """
-    steps, columns = steps_of(function, k), 4 if k < 6 else 3
+    steps, columns = function(k), 4 if k < 6 else 3
     states, n, far = holdings(steps, k), num_chunks(steps), 2 if k == 4 else 2.3
     angles = np.pi / 2 - 2 * np.pi * (np.arange(k) - 0.5) / k
     places = np.stack([np.cos(angles), np.sin(angles)], axis=1).round(6)

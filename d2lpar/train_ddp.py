@@ -41,7 +41,7 @@ from .data_parallel.ddp import DistributedDataParallel
 from .data_parallel.sampler import DistributedSampler
 from .models import lenet_layers
 from .network import loss, sgd
-from .ranks.torchrun import is_alone, place, process_group
+from .ranks._old import is_alone, place, process_group
 
 HOW = "start it with torchrun: torchrun --nproc_per_node=2 -m d2lpar.train_ddp"
 # bytes of what rank 0 tells the others when it resumes, filled up with spaces

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .collectives.lists import ring_allreduce
+from .collectives import ring_allreduce
 from .data import load_data_fashion_mnist
 from .devices import as_device, check_devices, choose_devices, hardware, to_device
 from .guards import checked

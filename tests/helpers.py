@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from d2lpar import ranks
-from d2lpar.collectives import schedules
+from d2lpar import ranks, schedules
 from d2lpar.pipeline.schedules import gpipe, one_f_one_b, sequential
-from d2lpar.ranks.launcher import launch
+from d2lpar.ranks.launch import launch
 
 SCHEDULES = [schedules.star, schedules.ring, schedules.tree, schedules.direct]
 SCHEDULES += [schedules.halving_doubling, schedules.recursive_doubling]
@@ -183,7 +182,7 @@ def transport_of(group=None, way="lanes"):
     """The transport of a group of ranks, which takes a way from now on."""
     take(way, group)
     ranks.barrier(group)  # now it has one
-    return ranks.member_of(group, None)[0].transport
+    return ranks.group_of(group).transport
 
 
 def in_ranks(world_size=None):

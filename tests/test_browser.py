@@ -18,7 +18,7 @@ import pytest
 import website
 from exercises import masters, role, solution
 
-from d2lpar import collectives, pipeline
+from d2lpar import pipeline, schedules
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,9 +116,9 @@ def test_players_show_what_python_counts_and_obey_the_keyboard(page, site):
         page.get_by_role("combobox", name="Schedule").select_option(name)
         page.get_by_role("combobox", name="Devices").select_option(str(size))
         steps = website.SCHEDULES[name](size)
-        n = collectives.num_chunks(steps)
+        n = schedules.num_chunks(steps)
         page.get_by_role("button", name="Step").focus()
-        for i, held in enumerate(collectives.holdings(steps, size)):
+        for i, held in enumerate(schedules.holdings(steps, size)):
             count = page.locator("[data-part=count]").inner_text()
             assert count == f"{i} of {len(steps)} steps done"
             whole = [sum(len(c) == size for c in chunks) for chunks in held]

@@ -12,8 +12,8 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from d2lpar import gpipe, halving_doubling, one_f_one_b, plot
-from d2lpar.collectives import holdings
 from d2lpar.pipeline.schedules import Span, live_counts, predict
+from d2lpar.schedules import holdings
 
 
 def arrows(ax):

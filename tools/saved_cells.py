@@ -18,8 +18,8 @@ import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
 # Still to be brought to this form: in the end this list is empty.
-NOT_YET = "collectives data_parallel mixed_precision network pipeline ranks sharding"
-NOT_YET += " study tensor_parallel training"
+NOT_YET = "data_parallel mixed_precision network pipeline sharding study"
+NOT_YET += " tensor_parallel training"
 # Of these, chapters show what they explain; of all others every definition.
 WORKSHOP = "checkpoint train_ddp devices data models launch worker transport lanes"
 

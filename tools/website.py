@@ -9,13 +9,12 @@ from pathlib import Path
 
 import nbformat
 
-from d2lpar import collectives, pipeline
-from d2lpar.collectives.schedules import chunks_of
+from d2lpar import pipeline, schedules
 from d2lpar.pipeline.schedules import own_actions
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ["star", "ring", "tree", "direct", "halving_doubling", "recursive_doubling"]
-SCHEDULES = {name: getattr(collectives, name) for name in NAMES}
+SCHEDULES = {name: getattr(schedules, name) for name in NAMES}
 NAMES = ["sequential", "gpipe", "one_f_one_b"]
 PIPELINES = {name: getattr(pipeline, name) for name in NAMES}
 
@@ -26,8 +25,8 @@ def exported_schedule(steps: list) -> dict:
     ``chunks`` says into how many the tensor is cut. A step of ``steps`` is a list of
     moves, and a move is [src, dst, first chunk, end of the chunks, reduce].
     """
-    n = collectives.num_chunks(steps)
-    moves = [[(move, chunks_of(move, n)) for move in step] for step in steps]
+    n = schedules.num_chunks(steps)
+    moves = [[(move, schedules.chunks_of(move, n)) for move in step] for step in steps]
     return {
         "chunks": n,
         "steps": [

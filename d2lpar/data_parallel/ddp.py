@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import ranks
 from ..guards import checked
-from ..ranks.members import check_group
+from ..ranks.transport import check_group
 from .ddp_arguments import check_arguments, gpu_numbers
 from .reducer import Reducer
 from .scattering import scatter
@@ -121,7 +121,13 @@ class DistributedDataParallel(nn.Module):
             buffers = self.broadcast_buffers or forward_sync_buffers is not None
             share_state(self.module, self.process_group, buffers)
             if (
-                len(set(ranks.all_gather_int(int(self._by_rows), self.process_group)))
+                len(
+                    set(
+                        ranks.all_gather(
+                            torch.tensor([self._by_rows]), self.process_group
+                        ).tolist()
+                    )
+                )
                 > 1
             ):
                 raise ValueError(f"weight is {weight!r} on this rank, but not on all")

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._utils import _get_device_index
 
-from ..ranks.members import check_group
+from ..ranks.transport import check_group
 from .batch_norm import SyncBatchNorm
 
 REFUSED = (

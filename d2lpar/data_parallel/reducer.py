@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import ranks
-from ..ranks.members import Member, line_of
-from ..ranks.point_to_point import Sender
 from .buckets import Bucket, make_buckets
 from .uneven import naming_join
 
@@ -53,7 +51,7 @@ class Reducer:
         # of (bucket, begin, end) in seconds, for each message
         self.timeline: list | None = None
         # in which the buckets' order is that of the messages
-        self._line: Member | None = None
+        self._line: ranks.Group | None = None
         # autograd has a thread for each device, and all call the hooks
         self._lock = Lock()
         self._streams = {  # of the messages, one per GPU
@@ -61,7 +59,7 @@ class Reducer:
             for param in params
             if param.is_cuda
         }
-        self._sender = Sender()
+        self._sender = ranks.Sender()
         weakref.finalize(self, self._sender.stop)
         self._reset()
         self._add_hooks()
@@ -96,7 +94,7 @@ class Reducer:
 
     def connect(self) -> None:
         """Get ready to send on a line of our own in the group: called by all ranks."""
-        self._line = self._line or line_of(self.group)
+        self._line = self._line or ranks.own_group(self.group)
         self._context = copy_context()  # the thread counts bytes where the caller does
 
     def _reset(self) -> None:
@@ -164,7 +162,7 @@ class Reducer:
         begin = time.perf_counter()
         with self._beside(bucket):
             if self.comm_hook:
-                bucket.values.copy_(_result_of(future, self._line.timeout))
+                bucket.values.copy_(_result_of(future, ranks.transport.here.timeout))
                 ranks.allreduce(bucket.manifest, group=self._line)
             else:
                 ranks.allreduce(bucket.flat, group=self._line)

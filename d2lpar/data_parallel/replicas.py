@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from ..collectives.lists import is_low_precision
 from ..devices import check_devices, to_device
 from ..guards import checked
 from .scattering import gather, num_rows, parts_of, rebuild, scatter, tensors_of
@@ -108,7 +107,8 @@ def _add_up(
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """Return 16-bit numbers as float32, so as to round once; others as they are."""
-    return tensor.float() if is_low_precision(tensor.dtype) else tensor
+    is_narrow = tensor.is_floating_point() and tensor.itemsize < 4
+    return tensor.float() if is_narrow else tensor
 
 
 def _replica(module: nn.Module, twins: dict[int, Any], own_buffers: bool) -> nn.Module:

@@ -38,7 +38,9 @@ class Join:
 
     def roll_call(self, plan: int) -> int:
         """Tell all ranks what this one is about to do; return the most any is."""
-        plans = ranks.all_gather_int(plan, self.model.process_group)
+        plans = ranks.all_gather(
+            torch.tensor([plan]), self.model.process_group
+        ).tolist()
         active = [
             rank
             for rank, plan in zip(self.everyone, plans, strict=True)

@@ -147,7 +147,7 @@ class GradScaler:
         )
         found = self._divide([param.grad for param in params if param.grad is not None])
         if self.group is not None:
-            ranks.allreduce(found, op="max", group=self.group, label="found_inf")
+            ranks.allreduce(found, op="max", group=self.group)
         self._found[optimizer] = bool(found)
 
     @checked(check_gradients)

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import ranks
 from ..data_parallel.loss import Count
-from ..ranks.agreement import agree
-from ..ranks.members import destroy, group_like, member_of
-from ..ranks.point_to_point import Sender, check_send, receive, send
+from ..ranks._old import receive_labelled, send_labelled
+from ..ranks.transport import check_group, group_of
 from .local import Losses, check_batch, check_criterion, on_device, run_actions
 from .schedules import (
     Action,
@@ -59,10 +59,10 @@ class DistributedPipeline(nn.Module):
         timeout: float | None = None,
     ):
         super().__init__()
-        member_of(group, timeout)  # ValueError, if this rank is no member
+        check_group(group)
         if dist.get_backend(group) == dist.Backend.NCCL:
-            group = group_like(group, dist.Backend.GLOO)
-            weakref.finalize(self, destroy, group)
+            members = dist.get_process_group_ranks(group or dist.group.WORLD)
+            group = dist.new_group(members, backend=dist.Backend.GLOO)
         check_criterion(criterion, count)
         if not isinstance(stage, nn.Module):
             raise TypeError(
@@ -84,7 +84,7 @@ class DistributedPipeline(nn.Module):
         self.timeline: list[Span] | None = None
         self.peak_live = 0
         self._calls = 0
-        self._sender = Sender()
+        self._sender = ranks.Sender()
         weakref.finalize(self, self._sender.stop)
 
     @property
@@ -147,7 +147,7 @@ class DistributedPipeline(nn.Module):
             errors = [future.exception() for future in mail.sent if future.done()]
             # that of the thread explains ours
             first = next(filter(None, errors), error)
-            member_of(self.group, self.timeout)[0].transport.give_up(first)
+            group_of(self.group).broken = f"{type(first).__name__}: {first}"
             if first is not error:
                 raise first from error
             raise
@@ -171,7 +171,7 @@ class Mail:
     """Mail between ranks; ``purpose``, as "batch 3", tells one call from others."""
 
     def __init__(
-        self, group, timeout, sender: Sender, device, purpose: str, X_parts=None
+        self, group, timeout, sender: ranks.Sender, device, purpose: str, X_parts=None
     ):
         self.group, self.timeout, self.sender = group, timeout, sender
         self.device, self.purpose, self.X_parts = device, purpose, X_parts
@@ -188,7 +188,8 @@ class Mail:
         if action.kind == "backward" and action not in self.awaited:
             return None
         src = self.world_ranks[need.stage]
-        return receive(src, self.label(need), self.device, self.group, self.timeout)
+        where = self.label(need), self.device, self.group, self.timeout
+        return receive_labelled(src, *where)
 
     def send(self, action: Action, result: torch.Tensor | None) -> None:
         """Let a thread send ``action``'s result to the rank that needs it, if any."""
@@ -202,10 +203,9 @@ class Mail:
             self.world_ranks[there.stage],
             self.label(action),
         )
-        check_send(message, label)
         arguments = message, dst, label, self.group, self.timeout, result.requires_grad
         context = copy_context()  # the thread counts bytes where we do
-        self.sent.append(self.sender.submit(context.run, send, *arguments))
+        self.sent.append(self.sender.submit(context.run, send_labelled, *arguments))
 
     def label(self, action: Action) -> str:
         """Return the label of the message with the result of ``action``."""
@@ -214,7 +214,7 @@ class Mail:
 
 def agreed_ticks(schedule, num_microbatches, group, timeout) -> list[list[Action]]:
     """Make the ticks; raise MismatchError on all ranks unless all make the same."""
-    (member, limit), num_stages = member_of(group, timeout), dist.get_world_size(group)
+    num_stages = dist.get_world_size(group)
     ticks, problem = [], None
     try:
         ticks = schedule(num_stages, num_microbatches)
@@ -228,8 +228,7 @@ def agreed_ticks(schedule, num_microbatches, group, timeout) -> list[list[Action
         f"pipeline of {num_stages} stages, {name} ({digest}), {num_microbatches}"
         " micro-batches"
     )
-    with member.transport.call(plan):
-        agree(member.transport, 0, f"{plan}: {problem}" if problem else plan, 0, limit)
+    ranks.agree(f"{plan}: {problem}" if problem else plan, group, timeout)
     if problem:
         raise problem
     return ticks

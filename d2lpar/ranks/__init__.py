@@ -1,30 +1,30 @@
 """Collectives between ranks: processes that send each other tensors.
 
-Read ``transport`` first: a message travels by torch.distributed's send and receive
-(``nccl`` between GPUs), or over ``lanes`` in shared memory. Then ``agreement``,
-``moves`` and ``collectives``: all ranks agree on what they do, and each makes its own
-moves of a schedule; ``members`` keeps what belongs to a group. ``point_to_point`` sends
-one tensor. ``launcher`` starts ranks, ``worker`` is what runs in one, ``torchrun``
-joins those that torchrun has started, and ``grid`` puts them in rows and columns.
+``collectives`` is the file of chapter 04: each rank makes its own moves of a schedule.
+``transport`` says how messages travel, over ``lanes`` between the ranks of one machine.
+``launch`` starts ranks from anywhere, and ``worker`` is what runs in them.
 """
 
-from .agreement import agree
+from ._old import Sender, make_grid, process_group
 from .collectives import (
+    agree,
     all_gather,
-    all_gather_int,
+    all_to_all,
     allreduce,
     barrier,
     broadcast,
     choose,
+    receive,
     reduce_scatter,
+    send,
 )
-from .grid import make_grid
-from .lanes import Lanes
-from .launcher import RankError, launch
-from .members import member_of, use_messages
-from .moves import own_moves
-from .nccl import NcclMessages
-from .point_to_point import Sender, receive, send
-from .torchrun import process_group
-from .transport import BusyError, Messages, MismatchError, PeerError
-from .worker import be_rank
+from .launch import RankError, launch
+from .transport import (
+    BusyError,
+    Group,
+    MismatchError,
+    PeerError,
+    group_of,
+    own_group,
+    use_messages,
+)

@@ -1,282 +1,253 @@
-"""Collectives between ranks: each makes its moves of a schedule, over a transport.
+"""Collectives between ranks: each makes its own moves of a schedule.
 
-They mean what those in ``collectives`` mean, but a rank passes its own tensor instead
-of a list. First, all ranks compare what they are about to do. Over gloo, torch aborts
-or is silently wrong where that differs. Notebook 04 uses this file.
+They mean what those in ``d2lpar.collectives`` mean, but a rank passes its own tensor
+instead of a list. First all ranks compare what they are about to do, their *plans*:
+where these differ, torch over gloo aborts or is silently wrong. Chapter 04 writes this
+file. Source of the comparison: torch's ProcessGroupWrapper.
+
+``group`` is a process group of torch.distributed, or what ``own_group`` returns.
+``timeout``, in seconds, is for the whole call. Every call may raise
+
+- MismatchError, on all ranks, if their plans differ, or only some of them can do it.
+  Nothing has been sent, and the group can still be used.
+- PeerError, if a rank did not call or answer in time, or is gone. The group can no
+  longer be used.
+- BusyError, if a call of another thread is under way in the group.
 """
 
-import operator
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import accumulate
 
 import torch
 
-from ..collectives.lists import (
-    bounds_of,
-    check_op,
-    check_tensor,
-    divide,
-    flatten,
-    is_expanded,
-    part_of,
-    put_back,
-)
-from ..collectives.schedules import (
+from ..collectives import check_tensor, flatten, kind_of, part_of, put_back
+from ..schedules import (
     Schedule,
-    direct,
+    Steps,
+    checked_steps,
+    even_bounds,
+    fingerprint,
+    halving_doubling,
+    num_chunks,
     recursive_doubling,
     ring,
-    star,
     tree_broadcast,
 )
-from .agreement import agree
-from .members import Group, member_of
-from .moves import even_bounds, messages_of, own_moves
+from .transport import Group, MismatchError, group_of
 
 
 def allreduce(
     tensor: torch.Tensor,
     schedule: Schedule | None = None,
     op: str = "sum",
-    group: Group = None,
-    check: bool = True,
+    group=None,
     timeout: float | None = None,
-    *,
-    label: str = "",
 ) -> None:
     """Reduce in place: then ``tensor`` holds, on every rank, the reduction of all.
 
-    The result is equal to the last bit on all ranks that have equally many threads, and
-    in every run. float16 and bfloat16 travel and are reduced as float32, and are
-    rounded once, at the end.
-
-    ``schedule`` is a function k -> steps, such as ``ring``; None: what ``choose``
-    returns. ``op``: "sum", "mean", "max", "min" or "product". With ``check`` the ranks
-    first compare what they are about to do, in 32 bytes; without it a mistake may hang,
-    abort or go unseen. A rank that leaves out one of several *equal* calls is noticed
-    only at the end, unless a ``label``, such as "step 3", tells them apart. ``timeout``
-    limits each step, in seconds. Give each thread its own group: threads may begin in
-    another order on each rank.
-
-    Raises:
-        MismatchError: on every rank, when what they are about to do differs, or only
-            some of them can do it. The group is still usable; after the next two errors
-            it is not.
-        PeerError: a rank did not call or answer in time, failed after the check, or is
-            gone.
-        BusyError: another thread of this rank has a call under way in this group.
-        ValueError: this cannot be done with such a tensor, op or schedule, on any rank.
+    ``schedule`` is a function such as ``ring``; None: what ``choose`` returns. A sum
+    has the same bits on all ranks and in every run.
     """
-    with _calling("allreduce", label, group, timeout, check) as call:
-        check_reduction(tensor, op)
-        if schedule is not None and not callable(schedule):
-            raise TypeError(
-                f"schedule must be a function such as ring, not {schedule!r}"
-            )
-        flat = call.flatten(tensor)
-        moves = own_moves(schedule or choose(flat.nbytes, call.k), call.k, call.me, op)
-        steps = messages_of(
-            moves.steps, flat, even_bounds(flat.numel(), moves.num_chunks)
-        )
-        call.agree(f"{op} of {call.describe(tensor)}, {moves.name}", ahead=steps[:1])
-        call.exchange(steps)
-        divide([flat], op, call.k)
-        put_back([tensor], [flat])
+    with calling("allreduce", group, timeout) as call:
+        check_tensor(tensor, "the tensor", op)
+        flat, k = sendable(flatten(tensor), call.group), call.group.size
+        schedule = schedule or choose(flat.nbytes, k)
+        steps = checked_steps(schedule, k)
+        name = getattr(schedule, "__name__", "steps")
+        call.agree(f"{op} of {kind_of(tensor)}, {name} ({fingerprint(steps, k)})")
+        call.run(steps, flat, even_bounds(flat.numel(), num_chunks(steps)), op)
+        put_back(tensor, flat, op, k)
 
 
 def reduce_scatter(
-    tensor: torch.Tensor,
-    op: str = "sum",
-    group: Group = None,
-    check: bool = True,
-    timeout: float | None = None,
-    *,
-    label: str = "",
+    tensor: torch.Tensor, op: str = "sum", group=None, timeout: float | None = None
 ) -> torch.Tensor:
-    """Reduce in place; return each rank its part: shard r of ``tensor`` on rank r.
+    """Reduce in place; return this rank's rows of ``tensor``, as ``tensor_split`` cuts.
 
-    Shard r is ``tensor.tensor_split(k)[r]``, rows of dimension 0; the others are left
-    with partial results. A tensor without a dimension counts as one row. For the rest
-    see ``allreduce``, of which this is the ring's first half.
+    This is the first half of the ring. The other rows are left with partial results.
     """
-    with _calling("reduce_scatter", label, group, timeout, check) as call:
-        check_reduction(tensor, op)
-        flat = call.flatten(tensor)
-        shards = torch.atleast_1d(tensor.detach()).tensor_split(call.k)
-        bounds = bounds_of(shards)
-        half = own_moves(ring, call.k, call.me, op).steps[: call.k - 1]
-        steps = messages_of(half, flat, bounds)
-        call.agree(f"{op} of {call.describe(tensor)}", ahead=steps[:1])
-        call.exchange(steps)
-        divide([part_of(flat, call.me, bounds)], op, call.k)
-        put_back([tensor], [flat])
-        return shards[call.me]
+    with calling("reduce_scatter", group, timeout) as call:
+        check_tensor(tensor, "the tensor", op)
+        flat, k = sendable(flatten(tensor), call.group), call.group.size
+        row = tensor.shape[1:].numel()
+        bounds = [row * n for n in even_bounds(len(tensor), k)]
+        call.agree(f"{op} of {kind_of(tensor)}")
+        call.run(ring(k)[: k - 1], flat, bounds, op)
+        put_back(tensor, flat, op, k)
+        return tensor.detach().tensor_split(k)[call.group.me]
 
 
 def all_gather(
-    shard: torch.Tensor,
-    group: Group = None,
-    timeout: float | None = None,
-    *,
-    label: str = "",
+    shard: torch.Tensor, group=None, timeout: float | None = None
 ) -> torch.Tensor:
     """Return all ranks' shards as a new tensor, joined along dimension 0.
 
-    This is the ring's second half. The shards may differ in their number of rows, which
-    the check tells; one without a dimension counts as a row.
+    This is the second half of the ring. Shards may differ in length.
     """
-    with _calling("all_gather", label, group, timeout) as call:
-        check_reduction(shard)
-        own, shape = call.flatten(shard, widen=False), torch.atleast_1d(shard).shape
-        half = own_moves(ring, call.k, call.me, "sum").steps[call.k - 1 :]
-        # only this rank has rows
-        alone = [0] * (call.me + 1) + [own.numel()] * (call.k - call.me)
-        ahead = messages_of(half[:1], own, alone)
-        rows = call.agree(
-            f"rows of {call.describe(shard, first=1)}", ahead, number=shape[0]
-        )
-        bounds = [0, *accumulate(n * shape[1:].numel() for n in rows)]
+    with calling("all_gather", group, timeout) as call:
+        check_tensor(shard, "the shard")
+        own, k, me = sendable(shard, call.group), call.group.size, call.group.me
+        rows = call.agree(f"of rows like {kind_of(shard[:0])}", [len(shard)] * k)
+        bounds = [0, *accumulate(n * shard.shape[1:].numel() for n in rows)]
         flat = own.new_empty(bounds[-1])
-        part_of(flat, call.me, bounds).copy_(own)
-        call.exchange(messages_of(half, flat, bounds))
-        return flat.reshape(sum(rows), *shape[1:]).to(shard.device)
+        flat[bounds[me] : bounds[me + 1]] = own
+        call.run(ring(k)[k - 1 :], flat, bounds)
+        return flat.view(sum(rows), *shard.shape[1:]).to(shard.device)
+
+
+def all_to_all(
+    parts: list[torch.Tensor], group=None, timeout: float | None = None
+) -> list[torch.Tensor]:
+    """Send ``parts[i]`` to member i; return what each member has sent to this rank.
+
+    Parts may differ in length along dimension 0.
+    """
+    with calling("all_to_all", group, timeout) as call:
+        me, others, like = call.group.me, call.group.others, parts[0][:0]
+        for i, part in enumerate(parts):
+            check_tensor(part, f"parts[{i}]")
+        if {kind_of(part[:0]) for part in parts} != {kind_of(like)}:
+            raise ValueError(f"not all parts have rows like {kind_of(like)}")
+        if len(parts) != call.group.size:
+            raise ValueError(f"{len(parts)} parts for {call.group.size} ranks")
+        rows = call.agree(f"of rows like {kind_of(like)}", list(map(len, parts)))
+        flats = [sendable(part, call.group) for part in parts]
+        result = [flats[0].new_empty(n, *like.shape[1:]) for n in rows]
+        result[me].view(-1).copy_(flats[me])
+        sends = [(i, flats[i]) for i in others]
+        receives = [(i, result[i].view(-1), None) for i in others]
+        call.group.exchange(sends, receives, call.deadline)
+        return [part.to(like.device) for part in result]
 
 
 def broadcast(
-    tensor: torch.Tensor,
-    src: int = 0,
-    group: Group = None,
-    check: bool = True,
-    timeout: float | None = None,
-    *,
-    label: str = "",
+    tensor: torch.Tensor, src: int = 0, group=None, timeout: float | None = None
 ) -> None:
     """Copy the tensor of rank ``src`` in place to all others, down a binomial tree.
 
-    ``src`` is a rank of the world, as in torch. For the rest see ``allreduce``.
+    ``src`` is a rank of the world, as in torch.
     """
-    with _calling("broadcast", label, group, timeout, check) as call:
-        check_reduction(tensor)
-        if src not in call.world_ranks:
-            raise ValueError(
-                f"src is {src!r}, but the group has the ranks {list(call.world_ranks)}"
-            )
-        root = call.world_ranks.index(src)
-        flat = call.flatten(tensor, widen=False)
-        steps = messages_of(
-            own_moves(tree_broadcast, call.k, call.me, "sum", root).steps, flat
-        )
-        call.agree(f"from rank {src} of {call.describe(tensor)}", ahead=steps[:1])
-        call.exchange(steps)
-        put_back([tensor], [flat])
+    with calling("broadcast", group, timeout) as call:
+        check_tensor(tensor, "the tensor")
+        flat, members = sendable(tensor, call.group), call.group.ranks
+        if src not in members:
+            raise ValueError(f"src is {src!r}, but the group has the ranks {members}")
+        call.agree(f"from rank {src} of {kind_of(tensor)}")
+        steps = tree_broadcast(call.group.size, members.index(src))
+        call.run(steps, flat, [0, flat.numel()])
+        put_back(tensor, flat)
 
 
-def barrier(
-    group: Group = None, timeout: float | None = None, *, label: str = ""
-) -> None:
+def barrier(group=None, timeout: float | None = None) -> None:
     """Return when all ranks of the group have called."""
-    with _calling("barrier", label, group, timeout) as call:
-        call.agree()
+    with calling("barrier", group, timeout) as call:
+        call.agree("no data")
 
 
-def all_gather_int(
-    number: int, group: Group = None, timeout: float | None = None, *, label: str = ""
-) -> list[int]:
-    """Return the number of every rank, of 64 bits: it goes along with the check."""
-    with _calling("all_gather_int", label, group, timeout) as call:
-        if not -(2**63) <= operator.index(number) < 2**63:
-            raise ValueError(f"number must be an int of 64 bits, not {number!r}")
-        return call.agree(number=number)
+def agree(plan: str, group=None, timeout: float | None = None) -> None:
+    """Raise MismatchError on all ranks unless all of them have the same ``plan``."""
+    with calling("agree", group, timeout) as call:
+        call.agree(f"on {plan}")
+
+
+def send(
+    tensor: torch.Tensor, dst: int, group=None, timeout: float | None = None
+) -> None:
+    """Send ``tensor`` to rank ``dst`` of the world, after a note that says what it is.
+
+    Return when it may be written to again: perhaps only when ``dst`` has received it,
+    so two ranks that first send to each other may wait for each other.
+    """
+    check_tensor(tensor, "the tensor")
+    group = group_of(group)
+    member, deadline = group.member(dst), group.deadline(timeout)
+    with group.alone(f"send to rank {dst}", "send"):
+        group.tell({member: f"send {kind_of(tensor)}"}, [], deadline)
+        group.exchange([(member, sendable(tensor, group))], [], deadline)
+
+
+def receive(src: int, group=None, timeout: float | None = None) -> torch.Tensor:
+    """Return what rank ``src`` of the world sends next, as a new tensor.
+
+    MismatchError, if it makes another call: here the group can no longer be used.
+    """
+    group = group_of(group)
+    member, deadline = group.member(src), group.deadline(timeout)
+    with group.alone(f"receive from rank {src}", "receive"):
+        note = group.tell({}, [member], deadline)[member]
+        if not note.startswith("send "):
+            group.broken = f"rank {src} does not send a tensor, it says: {note}"
+            raise MismatchError(group.broken)
+        _, dtype, shape = note.split(" ", 2)
+        tensor = torch.empty(json.loads(shape), dtype=getattr(torch, dtype))
+        tensor = tensor.to(group.transport.device)
+        group.exchange([], [(member, tensor.view(-1), None)], deadline)
+        return tensor
 
 
 def choose(nbytes: int, k: int) -> Schedule:
-    """Return the schedule to use for ``nbytes`` bytes on ``k`` ranks of one machine.
+    """Return the schedule for ``nbytes`` bytes on ``k`` ranks.
 
-    Two ranks exchange whole tensors: in one step they send as much as otherwise in two.
-    Star and direct cross between 1 and 4 MB (2 cores, 3 to 8 ranks):
-    ``benchmarks/bench_ranks.py``.
+    Short tensors need few messages in a row, long ones few bytes. Between two ranks
+    both are as many bytes, and recursive doubling takes one step instead of two.
     """
-    if k == 2:
-        return recursive_doubling
-    return star if nbytes <= 2 * 2**20 else direct
-
-
-def check_reduction(tensor: torch.Tensor, op: str = "sum") -> None:
-    """Refuse what cannot be sent, or not be reduced by ``op``."""
-    check_tensor(tensor, "the tensor")
-    check_op(op, tensor.dtype)
-    if is_expanded(tensor):
-        raise ValueError(
-            f"the tensor is an expanded view (strides {tensor.stride()}): clone it"
-        )
+    is_short = k == 2 or nbytes <= 2**20
+    return recursive_doubling if is_short else halving_doubling
 
 
 # What all collectives have in common
 
 
-class _Call:
-    """A rank's call of a collective: it agrees with others, and exchanges messages."""
+class Call:
+    """A rank's call of a collective: it compares plans, then makes its own moves."""
 
-    def __init__(
-        self, name: str, label: str, group: Group, timeout: float | None, check: bool
-    ):
-        self.member, self.timeout = member_of(group, timeout)
-        self.transport = self.member.transport
-        self.world_ranks, self.me = self.transport.world_ranks, self.transport.member
-        self.k = len(self.world_ranks)
-        self.name, self.check = f"{name} {label!r}" if label else name, check
+    def __init__(self, name: str, group: Group, deadline: float):
+        self.name, self.group, self.deadline = name, group, deadline
         self.has_asked = False  # whether the others know of this call
 
-    def flatten(self, tensor: torch.Tensor, widen: bool = True) -> torch.Tensor:
-        """Return the elements side by side, where the transport can read them."""
-        flat = flatten(tensor, widen)
-        # asking costs less
-        if flat.is_conj() or flat.is_neg() or not flat.is_contiguous():
-            flat = flat.resolve_conj().resolve_neg().contiguous()
-        home = self.transport.home(tensor)
-        return flat if flat.device == home else flat.to(home)
+    def agree(self, what: str, numbers: list[int] | None = None) -> list[int]:
+        """Compare plans; return the number that each member has for this rank."""
+        self.has_asked, group = True, self.group
+        plan = f"call {group.calls}: {self.name}, {what}"
+        mine = [f"{n} {plan}" for n in numbers or [0] * group.size]  # for each member
+        notes = {i: mine[i] for i in group.others}
+        theirs = group.tell(notes, group.others, self.deadline)
+        theirs[group.me] = mine[group.me]
+        pairs = [theirs[i].split(" ", 1) for i in range(group.size)]
+        if any(text != plan for _, text in pairs):
+            lines = ["the ranks are about to do different things"]
+            for rank, (_, text) in zip(group.ranks, pairs):
+                lines.append(f"rank {rank}, {text}")
+            raise MismatchError("\n".join(lines))
+        return [int(number) for number, _ in pairs]
 
-    def describe(self, tensor: torch.Tensor, first: int = 0) -> str:
-        """Name dtype, shape, and the kind of device it is sent from, unless a CPU."""
-        kind, home = (
-            _kind(tensor.dtype, tensor.shape[first:]),
-            self.transport.home(tensor).type,
-        )
-        return kind if home == "cpu" else f"{kind} on {home}"
-
-    def agree(
-        self, what: str = "", ahead: Sequence[tuple] = (), number: int = 0
-    ) -> list[int]:
-        """Compare plans, if wanted; return each ``number``. ``ahead``: first step."""
-        self.has_asked = True
-        if not self.check:
-            return []
-        plan = f"{self.name}, {what}" if what else self.name
-        sends = ahead[0][0] if ahead else ()
-        return agree(
-            self.transport, self.member.calls, plan, number, self.timeout, sends
-        )
-
-    def exchange(self, steps: Sequence[tuple]) -> None:
-        """Send and receive the messages of all steps."""
-        for sends, receives in steps:
-            self.transport.exchange(sends, receives, self.timeout)
+    def run(self, steps: Steps, flat: torch.Tensor, bounds: list[int], op="sum"):
+        """Make this rank's moves: chunk c of ``flat`` is bounds[c] to bounds[c + 1]."""
+        me = self.group.me
+        for step in steps:
+            sends, receives = [], []
+            for m in step:
+                if m.src == me:
+                    sends.append((m.dst, part_of(flat, m, bounds)))
+                if m.dst == me:
+                    part = part_of(flat, m, bounds)
+                    receives.append((m.src, part, op if m.reduce else None))
+            self.group.exchange(sends, receives, self.deadline)
 
 
 @contextmanager
-def _calling(
-    name: str, label: str, group, timeout, check: bool = True
-) -> Iterator[_Call]:
-    """Make a call. An error before the ranks agree is compared like a plan.
+def calling(name: str, group, timeout: float | None) -> Iterator[Call]:
+    """Make a call; an error before the ranks have agreed is compared like a plan.
 
-    One that all ranks have, each raises itself; one that only some have is a
+    One that all ranks have is raised as it is; one that only some have becomes a
     MismatchError on all.
     """
-    call = _Call(name, label, group, timeout, check)
-    with call.transport.call(call.name):
-        call.member.calls += 1
+    group = group_of(group)
+    with group.alone(name, "send", "receive"):
+        group.calls += 1
+        call = Call(name, group, group.deadline(timeout))
         try:
             yield call
         except Exception as error:
@@ -285,6 +256,7 @@ def _calling(
             raise
 
 
-@lru_cache(maxsize=1024)
-def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+def sendable(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the elements side by side, on the device from which they are sent."""
+    flat = tensor.detach().reshape(-1).resolve_conj().resolve_neg()
+    return flat.contiguous().to(group.transport.device)

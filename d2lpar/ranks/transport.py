@@ -1,297 +1,282 @@
-"""How a message travels between ranks: here by torch.distributed's send and receive.
+"""How messages travel between ranks: torch.distributed's, or lanes in shared memory.
 
-A schedule says *what* moves, a transport *how*; NCCL uses the same word. ``exchange``
-makes all moves of one step, and ``tell`` gives every other rank a short note and
-returns theirs. ``Messages`` works in every process group. ``lanes`` is for ranks that
-share memory. Notebook 04 measures both.
+A schedule says *what* moves, a transport *how*; NCCL uses the same word. A transport
+has one method, ``exchange``, which makes the moves of one step. ``Messages`` works
+between any machines, ``Lanes`` between the ranks of one ``launch``.
 """
 
 import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
-from itertools import chain
-from typing import NamedTuple
+from itertools import count
 
 import torch
 import torch.distributed as dist
 
+from ..collectives import write
 from ..devices import record_message
+from .lanes import Lanes, Memory, pieces_of
 
-BOTH = ("send", "receive")  # directions of a collective
-# tags: what is sent under one is never received under another
-DATA, NOTES, END = range(3)
-NUM_TAGS = 3
-
-take = torch.Tensor.copy_  # what a receiver does with a message that it does not reduce
+PIECE_BYTES = 2**21  # of a message: one piece is reduced while the next one arrives
+NOTE_BYTES = 256  # of a note, always: so its receiver knows the length
 
 
 class PeerError(RuntimeError):
-    """A rank was late, gave up or is gone; ``peers`` are those that the error names."""
+    """A rank was late or is gone; ``peers`` are those that the error names."""
 
-    def __init__(self, message: str, peers: Sequence[int] = ()):
+    def __init__(self, message: str, peers: tuple[int, ...] = ()):
         super().__init__(message)
-        self.peers = tuple(peers)
+        self.peers = peers
 
 
 class MismatchError(RuntimeError):
-    """The ranks meant to do different things; nobody has begun. But see ``receive``."""
+    """The ranks were about to do different things."""
 
 
 class BusyError(RuntimeError):
-    """Two threads of a rank called one group at once. It can no longer be used."""
+    """A call began while one of another thread was under way in the same group."""
 
 
-class Send(NamedTuple):
-    """``message``, a contiguous tensor, goes to member ``dst``."""
+class Messages:
+    """torch.distributed's messages between the ranks of a process group.
 
-    dst: int
-    message: torch.Tensor
-
-
-class Receive(NamedTuple):
-    """What member ``src`` sent goes ``into(part, message)``: ``take``, or a reducer."""
-
-    src: int
-    part: torch.Tensor
-    into: Callable
-
-
-Sends = Sequence[Send]
-
-
-class Transport:
-    """What all transports share: the members, and what ends the use of a group.
-
-    Members of a group are numbered from 0. Errors name them by their ranks in the
-    world, ``world_ranks[member]``. ``broken`` says why this rank has given the group
-    up.
+    Over NCCL they stay on the GPU that ``torch.cuda.set_device`` has chosen. We have
+    not run that: it follows torch's documentation.
     """
 
-    device = torch.device("cpu")  # where notes must lie
+    def __init__(self, process_group: dist.ProcessGroup, tag: int):
+        self.process_group = weakref.ref(process_group)  # or it would never be freed
+        self.ranks, self.tag = dist.get_process_group_ranks(process_group), tag
+        has_nccl = "nccl" in dist.get_backend_config(process_group)
+        self.device = torch.device("cuda" if has_nccl else "cpu")
 
-    def __init__(self, member: int, world_ranks: Sequence[int]):
-        self.member, self.world_ranks = member, tuple(world_ranks)
-        self.others = [i for i in range(len(world_ranks)) if i != member]
-        self.broken = ""
-        self.under_way: dict[str, tuple] = {}  # direction: (call, thread)
-        self.refusal = ""  # what a second thread was told that called at the same time
+    def exchange(self, sends: list, receives: list, deadline: float) -> dict[int, str]:
+        """Make a step's moves: sends (member, tensor), receives (member, part, op).
 
-    def home(self, tensor: torch.Tensor) -> torch.device:
-        """Return where a message of the elements of ``tensor`` must lie."""
-        return self.device
-
-    @contextmanager
-    def call(self, words: str, *directions: str) -> Iterator[None]:
-        """Make the call that ``words`` describe, alone among this rank's threads.
-
-        Two calls at once would take each other's messages, and on another rank the
-        second may be the first: so both fail (BusyError). But one thread may send while
-        another one receives: ``directions`` is then "send" or "receive". An error ends
-        the use of the group, unless it is about arguments or plans: nobody would know
-        which messages are under way.
+        Return the ranks that were late, and why.
         """
-        if self.broken:
-            raise PeerError(
-                f"the group can no longer be used since an earlier call: {self.broken}"
-            )
-        this, entered = (words, threading.current_thread().name), []
-        try:
-            for direction in directions or BOTH:
-                # looks and enters in one
-                first = self.under_way.setdefault(direction, this)
-                if first is not this:
-                    self.refusal = (
-                        f"thread {this[1]!r} called {words} while {first[0]} of thread "
-                        f"{first[1]!r} was under way: give each thread its own group"
-                    )
-                    raise BusyError(self.refusal)
-                entered.append(direction)
-            yield
-        except (ValueError, TypeError, MismatchError):
-            raise
-        except BaseException as error:
-            self.give_up(error)
-            raise
-        finally:
-            for direction in entered:
-                del self.under_way[direction]
-            if self.refusal:
-                raise BusyError(self.refusal) from None
-        if not directions:
-            self.look()
-
-    def look(self) -> None:
-        """Raise PeerError where it can be seen that another rank has given up."""
-
-    def give_up(self, error: BaseException) -> None:
-        """Refuse all later calls, and tell the others, lest they wait in vain."""
-        if not self.broken:
-            self.broken = f"{type(error).__name__}: {error}"
-            self._announce(error)
-
-    def tell(self, note: bytes, timeout: float, ahead: Sends = ()) -> list[bytes]:
-        """Give all others ``note``; return everyone's in order: all of one length.
-
-        Nobody returns before all have called. ``ahead`` is what this rank sends in the
-        exchange that comes next: some of it may go along.
-        """
-        return self._tell(note, time.monotonic() + timeout, ahead)
-
-    def exchange(
-        self, sends: list[Send], receives: list[Receive], timeout: float
-    ) -> None:
-        """Make one step's moves; return when parts are written and messages sent.
-
-        Nothing may be received where a message lies that is sent in the same step,
-        unless two members send each other parts of one length, and both reduce.
-        """
+        arriving, leaving, uses, late = [], [], [], {}
+        for src, part, op in receives:
+            for piece in pieces_of(part, PIECE_BYTES):
+                landing = piece if op is None else torch.empty_like(piece)
+                arriving.append((dist.irecv, landing, src))
+                uses.append((piece, op))
         for dst, message in sends:
-            record_message(
-                message, self.world_ranks[self.member], self.world_ranks[dst]
-            )
-        self._exchange(sends, receives, time.monotonic() + timeout)
+            for piece in pieces_of(message, PIECE_BYTES):
+                leaving.append((dist.isend, piece, dst))
+        # Receives first: when a connection breaks, gloo does not wake a sender.
+        works = self.begin(arriving + leaving, late)
+        if late:
+            return late
+        sending = defaultdict(list)  # of the address of each piece
+        for (_, piece, dst), work in zip(leaving, works[len(arriving) :]):
+            sending[piece.data_ptr()].append((work, dst))
+        for (_, landing, src), work, (piece, op) in zip(arriving, works, uses):
+            self.wait([(work, src)], deadline, late)
+            if op is not None and not late:  # what is sent, too, is sent before
+                self.wait(sending.pop(piece.data_ptr(), []), deadline, late)
+                write(piece, landing, op)
+        for waiting in sending.values():
+            self.wait(waiting, deadline, late)
+        return late
 
-
-Work = tuple[list[int], dist.Work]  # what is under way, and the ranks that it is about
-
-
-class Messages(Transport):
-    """torch.distributed's point-to-point messages in CPU memory, usually over gloo.
-
-    Each one is waited for alone, so that a failure names its rank.
-    """
-
-    # A chunk travels in pieces, so that one is reduced while others come. Pieces of 512
-    # kB were as good between two ranks of one machine, and 6 % slower between four.
-    piece_bytes = 2**21
-
-    def __init__(
-        self, group: dist.ProcessGroup, line: int = 0, own: Transport | None = None
-    ):
-        super().__init__(dist.get_rank(group), dist.get_process_group_ranks(group))
-        self._group = weakref.ref(group)  # what is kept for a group must not keep it
-        # the number of a line, and the group's own transport
-        self.line, self.own = line, own
-        # memory for what is to be reduced
-        self.landings: dict[tuple, torch.Tensor] = {}
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group, which someone else must keep."""
-        return self._group()
-
-    def _tell(self, note: bytes, deadline: float, ahead: Sends) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(self.device)
-        theirs = mine.repeat(len(self.world_ranks), 1)
-        moves = [(dist.isend, mine, i) for i in self.others]
-        moves += [(dist.irecv, theirs[i], i) for i in self.others]
-        works = self._post(moves, NOTES)
-        # Receives first: when a connection breaks, gloo does not wake a sender
-        self._wait(works[::-1], deadline)
-        return [row.numpy().tobytes() for row in theirs.cpu()]
-
-    def _exchange(
-        self, sends: list[Send], receives: list[Receive], deadline: float
-    ) -> None:
-        cut = partial(pieces_of, nbytes=self.piece_bytes)
-        leaving = [
-            (dist.isend, piece, dst) for dst, message in sends for piece in cut(message)
-        ]
-        arriving, uses = [], []  # what is received, and what becomes of it
-        for i, (src, part, into) in enumerate(receives):
-            landing = part if into is take else self._beside(i, part)
-            arriving += [(dist.irecv, piece, src) for piece in cut(landing)]
-            uses += [(place, into) for place in cut(part)]
-        # Receives first: gloo asks for each message, and behind our data the question
-        # would wait. On a slow link, two that exchange tensors would then send one
-        # after the other.
-        works = self._post(arriving + leaving)
-        received, sent = works[: len(arriving)], works[len(arriving) :]
-        sending = defaultdict(list)  # the address of a piece: its works
-        for (_, piece, _), work in zip(leaving, sent, strict=True):
-            sending[piece.data_ptr()].append(work)
-        for (_, piece, _), (place, into), work in zip(
-            arriving, uses, received, strict=True
-        ):
-            self._wait([work], deadline)
-            if into is not take:
-                # sent before it changes
-                self._wait(sending.pop(place.data_ptr(), []), deadline)
-                into(place, piece)
-        self._wait(list(chain(*sending.values())), deadline)
-
-    def _beside(self, i: int, part: torch.Tensor) -> torch.Tensor:
-        """Return where a step's i-th message, to be reduced into ``part``, lands."""
-        # It is kept: new pages would cost as much as the reduction
-        memory = self.landings.get((i, part.device))
-        if memory is None or memory.nbytes < part.nbytes:
-            memory = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)
-            self.landings[i, part.device] = memory
-        return memory[: part.nbytes].view(part.dtype)
-
-    def _post(
-        self, moves: list[tuple[Callable, torch.Tensor, int]], tag: int = DATA
-    ) -> list[Work]:
-        """Start to send (``dist.isend``) or receive each tensor, in order."""
-        tag += NUM_TAGS * self.line
-        works = []
+    def begin(self, moves: list, late: dict) -> list[dist.Work]:
+        """Begin to send (``dist.isend``) or to receive each tensor, in order."""
+        group, works = self.process_group(), []
+        if self.device.type == "cuda":
+            batch = [dist.P2POp(kind, t, self.ranks[i], group) for kind, t, i in moves]
+            works = dist.batch_isend_irecv(batch)  # NCCL may have one work for all
+            return works * (len(moves) // len(works))
         for kind, tensor, peer in moves:
             try:
-                works.append(
-                    (
-                        [self.world_ranks[peer]],
-                        kind(tensor, self.world_ranks[peer], self.group, tag),
-                    )
-                )
+                works.append(kind(tensor, self.ranks[peer], group, self.tag))
             except RuntimeError as error:
-                raise _gone([self.world_ranks[peer]], error) from None
+                late[self.ranks[peer]] = str(error).splitlines()[0]
         return works
 
-    def _wait(self, works: list[Work], deadline: float) -> None:
-        """Wait for ``works``. Name the first rank that is gone, or all late ones."""
-        missing, reason = [], None
-        for peers, work in works:
-            # a timedelta must end
-            left = min(max(deadline - time.monotonic(), 0.01), 1e6)
+    def wait(self, works: list, deadline: float, late: dict) -> None:
+        """Wait for (work, member); note in ``late`` who does not come, and why."""
+        for work, peer in works:
+            left = max(deadline - time.monotonic(), 0.01)
+            if late and left > 0.01:
+                return  # one is gone: there is no need to wait for others
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                missing += peers
-                reason = reason or error
-                if time.monotonic() < deadline:
-                    break
-        if missing:
-            raise _gone(missing, reason)
-
-    def _announce(self, error: BaseException) -> None:
-        """Close all connections, as gloo does once it has waited in vain for one."""
-        for i in self.others:
-            with suppress(RuntimeError):  # it is closed already, or not gloo's
-                self._wait(
-                    self._post([(dist.irecv, torch.empty(1), i)], END), deadline=0
-                )
-        if isinstance(self.own, Messages):
-            self.own.broken = self.own.broken or self.broken
+                late[self.ranks[peer]] = str(error).splitlines()[0]
 
 
-def _gone(peers: list[int], reason: Exception) -> PeerError:
-    names, line = sorted(set(peers)), str(reason).splitlines()[0]
-    what = "did not answer in time, gave up, ended, or waited for another rank"
-    return PeerError(f"{name_ranks(names)} {what}: {line}", names)
+class Group:
+    """Ranks that make their calls in one order: who they are, and what carries it all.
+
+    Members are numbered from 0: ``ranks[i]`` is the rank of member i in the world.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, number: int = 0):
+        self.messages = self.transport = Messages(process_group, number)
+        self.ranks, self.me = self.messages.ranks, dist.get_rank(process_group)
+        self.size = len(self.ranks)
+        self.others = [i for i in range(self.size) if i != self.me]
+        self.calls, self.broken = 0, ""  # why it can no longer be used
+        self.numbers = count(1)  # of the groups that own_group makes of it
+        self.under_way = {"send": threading.Lock(), "receive": threading.Lock()}
+        self.opening, self.is_open = threading.Lock(), False
+
+    def open(self) -> None:
+        """Take lanes in a place that is free on all ranks, if there is any."""
+        with self.opening:
+            if self.is_open or here.memory is None or self.size == 1:
+                return
+            free = here.memory.free
+            mine = {free.pop() for _ in range(len(free))}  # away from other threads
+            notes = dict.fromkeys(self.others, " ".join(map(str, mine)))
+            notes = self.tell(notes, self.others, self.deadline(None))
+            common = mine.intersection(*[map(int, n.split()) for n in notes.values()])
+            if common:
+                place = min(common)
+                mine.remove(place)
+                self.transport = Lanes(here.memory, place, self.ranks, self.me)
+            free.update(mine)
+            self.is_open = True
+
+    @contextmanager
+    def alone(self, name: str, *directions: str) -> Iterator[None]:
+        """Keep other threads of this rank out: they would take each other's messages.
+
+        One thread may send while another one receives.
+        """
+        taken = []
+        try:
+            for direction in directions:
+                if not self.under_way[direction].acquire(blocking=False):
+                    raise BusyError(
+                        f"{name} was called while a call of another thread was under"
+                        " way: give each thread its own group, by ranks.own_group()"
+                    )
+                taken.append(direction)
+            yield
+        finally:
+            for direction in taken:
+                self.under_way[direction].release()
+
+    def deadline(self, timeout: float | None) -> float:
+        """Return until when a call may take that begins now."""
+        seconds = here.timeout if timeout is None else timeout
+        if not seconds > 0:
+            raise ValueError(f"timeout must be a number of seconds, not {timeout!r}")
+        return time.monotonic() + min(seconds, 1e6)
+
+    def member(self, rank: int) -> int:
+        """Return the number that another rank of the world has in this group."""
+        others = [self.ranks[i] for i in self.others]
+        if rank not in others:
+            raise ValueError(f"rank {rank!r} is none of the group's others, {others}")
+        return self.ranks.index(rank)
+
+    def tell(self, notes: dict[int, str], senders: list[int], deadline: float) -> dict:
+        """Give ``notes[i]`` to member i; return the notes of the senders."""
+        device = self.transport.device
+        sends = [(i, encoded(note).to(device)) for i, note in notes.items()]
+        receives = [(i, encoded("").to(device), None) for i in senders]
+        self.carry(sends, receives, deadline, "did not call in time")
+        return {i: decoded(note) for i, note, _ in receives}
+
+    def exchange(self, sends: list, receives: list, deadline: float) -> None:
+        """Make a step's moves: sends (member, tensor), receives (member, part, op)."""
+        for dst, message in sends:
+            record_message(message, self.ranks[self.me], self.ranks[dst])
+        what = "did not do its part in time, is gone, or waits itself for another"
+        self.carry(sends, receives, deadline, what)
+
+    def carry(self, sends: list, receives: list, deadline: float, what: str) -> None:
+        """Let the transport make moves; after an error nobody knows what is sent."""
+        if self.broken:
+            raise PeerError(f"the group can no longer be used since: {self.broken}")
+        try:
+            if late := self.transport.exchange(sends, receives, deadline):
+                names = sorted(late)
+                who = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, names))}"
+                raise PeerError(f"{who} {what} ({late[names[0]]})", tuple(names))
+        except BaseException as error:
+            self.broken = f"{type(error).__name__}: {error}"
+            raise
 
 
-def name_ranks(numbers: Sequence[int]) -> str:
-    """Say ``rank 3`` or ``ranks 1, 3``."""
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+def encoded(note: str) -> torch.Tensor:
+    """Return the bytes of a note."""
+    text = note.encode()[:NOTE_BYTES].ljust(NOTE_BYTES)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def pieces_of(tensor: torch.Tensor, nbytes: int) -> Sequence[torch.Tensor]:
-    """Cut a flat tensor into pieces of at most ``nbytes``; an empty one gives none."""
-    if tensor.nbytes <= nbytes:
-        return (tensor,) if tensor.numel() else ()
-    return tensor.split(nbytes // tensor.element_size())
+def decoded(note: torch.Tensor) -> str:
+    """Return the text of a note."""
+    return note.cpu().numpy().tobytes().decode(errors="replace").rstrip()
+
+
+class Here:
+    """What this process has for all of its groups."""
+
+    def __init__(self):
+        self.memory: Memory | None = None
+        self.timeout = 300.0  # seconds that a call may take if it does not say
+        self.groups = weakref.WeakKeyDictionary()  # process group: Group
+
+
+here = Here()
+
+
+def prepare(memory: Memory | None, timeout: float) -> None:
+    """Let groups have lanes in ``memory``, and calls a time limit: on all ranks."""
+    here.memory, here.timeout = memory, timeout
+    group_of()
+
+
+def group_of(group: Group | dist.ProcessGroup | None = None) -> Group:
+    """Return what this rank knows of a group, by default of all ranks.
+
+    The first call in a group opens it, and must be made by all of its ranks.
+    """
+    if isinstance(group, Group):
+        return group
+    check_group(group)
+    process_group = group or dist.group.WORLD
+    if process_group not in here.groups:
+        here.groups.setdefault(process_group, Group(process_group))
+    here.groups[process_group].open()
+    return here.groups[process_group]
+
+
+def check_group(group) -> None:
+    """Raise ValueError unless there is such a group, and this rank is a member."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "there is no process group: call this inside launch or under torchrun"
+        )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is no member of the group")
+
+
+def own_group(group: Group | dist.ProcessGroup | None = None) -> Group:
+    """Return the same ranks once more, for another thread: on all ranks, in one order.
+
+    Its calls have an order of their own, and lanes or messages of their own.
+    """
+    group = group_of(group)
+    process_group = group.messages.process_group()
+    if group.messages.device.type == "cuda":  # NCCL's messages have no tags
+        process_group = dist.new_group(group.ranks, backend="nccl")
+    own = Group(process_group, next(group.numbers))
+    own.numbers = group.numbers
+    if group.transport is not group.messages:
+        own.open()
+    return own
+
+
+def use_messages(group: Group | dist.ProcessGroup | None = None) -> None:
+    """Let a group send messages, not use lanes: on all of its ranks."""
+    group = group_of(group)
+    group.transport = group.messages

@@ -1,20 +1,17 @@
-"""What runs inside a rank: it joins, calls the function, reports, stays until ended.
+"""What runs beside the caller: a server, and for each launch a parent and its ranks.
 
-One connection to the caller carries lines of output, the result or the failure, and the
-question where the rank stands. When it ends, the caller is gone, and the rank ends too.
+The *server* imports torch once, and forks a *parent* for each launch. The parent forks
+the *ranks*, tells how one died, and in the end kills them, with what they have started.
+A *rank* calls the function, reports what became of it, and stays.
 """
 
-import contextlib
-import faulthandler
 import io
-import itertools
 import linecache
 import multiprocessing
 import os
 import pickle
 import random
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -22,182 +19,177 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import util
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 
-from .lanes import SharedMemory
-from .members import use_lanes
-from .transport import PeerError
+from .lanes import Memory
+from .transport import PeerError, prepare
+
+LATE = 2.0  # seconds after the time limit in which a rank may say where it stands
 
 
 class Job(NamedTuple):
-    """What a rank is given."""
+    """What the caller hands to the parent of its ranks."""
 
     call: bytes  # the function and its arguments, pickled
-    sources: dict  # linecache's entries of code that is in no file: cells
-    environment: dict
-    # the file in which the ranks meet, in a temporary folder of the caller's own
-    store: str
-    memory: SharedMemory | None  # with its own lanes
+    surroundings: tuple  # of the caller: the arguments of _take_over
+    world_size: int
     timeout: float
     threads: int
 
 
 class Failure(NamedTuple):
-    """What a rank tells of an exception."""
+    """What is told of a rank that failed."""
 
-    follows: bool  # from another rank's: it says that one is missing
-    when: float  # on the clock that all processes of a machine share
+    order: float  # 0 for a death, else when; inf if it only says that another failed
     what: str  # in one line
-    details: str  # the traceback
+    details: str = ""  # the traceback
 
 
-def be_rank(rank: int, world_size: int, connection: Connection, job: Job) -> None:
-    """The new process: call the function, report, and stay until ended."""
-    # the caller is interrupted, and ends its ranks
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.setpgid(0, 0)  # a group of processes, which ends as one
-    faulthandler.dump_traceback_later(job.timeout + 60, exit=True, file=2)  # see _watch
-    # a finalizer that prints may run inside send, in the same thread
-    lock = threading.RLock()
+def serve() -> None:
+    """Be the server: fork a parent for each request, until the caller is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is meant for the caller
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a parent
+    requests = Connection(0)
+    with suppress(EOFError):
+        while True:
+            with Connection(recv_handle(requests)) as caller:
+                _fork(be_parent, caller)
 
-    def send(kind: str, content: Any) -> None:
-        with lock:
-            connection.send((kind, content))
 
-    outputs = sys.stdout, sys.stderr = _Output("stdout", send), _Output("stderr", send)
-    _allow_children(connection)
-    threading.Thread(
-        target=_watch, args=(connection, send, outputs, job), daemon=True
-    ).start()
+def _fork(role: Callable, *args: Any) -> int:
+    """Return the number of a new process, which only calls ``role(*args)``."""
+    if (pid := os.fork()) == 0:
+        try:
+            role(*args)
+        finally:
+            os._exit(1)
+    return pid
+
+
+def be_parent(caller: Connection) -> None:
+    """Have ranks, each with its own line to the caller, and end with them."""
+    os.setpgrp()  # a group with all that the ranks start
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # requests are the server's
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        _prepare(rank, world_size, job)
+        job, ranks = caller.recv(), {}
+        _take_over(*job.surroundings)
+        with tempfile.TemporaryDirectory(prefix="d2lpar-") as folder:
+            common = job, os.path.join(folder, "store"), Memory.create(job.world_size)
+            for rank in range(job.world_size):
+                with Connection(recv_handle(caller)) as line:
+                    ranks[_fork(be_rank, rank, line, caller, *common)] = rank
+            threading.Thread(target=_kill, args=(ranks, caller, job.timeout)).start()
+            with suppress(ChildProcessError):  # all are dead
+                while True:
+                    pid, status = os.wait()
+                    if pid in ranks:
+                        caller.send((ranks.pop(pid), "outcome", _death(status)))
+    except OSError as error:
+        caller.send((None, "refused", str(error)))
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+def _take_over(environment, folder, path, argv, sources, dtype) -> None:
+    """Give this process, a fork of the server, what surrounds the caller now."""
+    os.environ.clear()
+    os.environ.update(environment)
+    # left alone, gloo may choose an outward interface
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    os.chdir(folder)
+    sys.path[:], sys.argv[:] = path, argv
+    tempfile.tempdir = None
+    linecache.cache.update(sources)  # of cells
+    torch.set_default_dtype(dtype)
+
+
+def _kill(ranks: dict, caller: Connection, timeout: float) -> None:
+    """Kill the ranks once the caller is gone, or silent for as long as it said."""
+    with suppress(EOFError, OSError):
+        seconds = timeout + LATE
+        while caller.poll(seconds):
+            seconds = caller.recv()
+        where = "no answer: it is stopped, or in C code that does not return"
+        for rank in ranks.values():
+            caller.send((rank, "outcome", where))
+    while ranks:
+        pid, _ = ranks.popitem()
+        os.kill(pid, signal.SIGKILL)
+
+
+def _death(status: int) -> Failure:
+    code = os.waitstatus_to_exitcode(status)
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return Failure(0, f"died before it had finished ({how})")
+
+
+def be_rank(rank: int, line, caller, job: Job, store: str, memory) -> None:
+    """Be a rank: call the function, report, and stay until killed."""
+    caller.close()  # that is the parent's connection
+    report = _talk(rank, line)
+    watch = job.timeout, line, report
+    threading.Thread(target=_watch, args=watch, daemon=True).start()
+    try:
+        _join(rank, job, store, memory)
         fn, args = pickle.loads(job.call)
-        result = fn(rank, world_size, *args)
-        outcome = "result", pickled(result, f"the result ({type(result).__name__})")
+        outcome = _pickled(fn(rank, job.world_size, *args))
     except BaseException as error:
-        outcome = "failure", _failure(error)
+        outcome = _failure(error)
     # as at the end of any process: it takes the names of locks away
     util._run_finalizers(0)
-    for output in outputs:
-        output.finish()
-    send(*outcome)
+    report(outcome)
     threading.Event().wait()  # if it left now, those that still talk to it would fail
 
 
-def _allow_children(connection: Connection) -> None:
-    """Let a rank have processes, such as a DataLoader's; they end with its group."""
-    multiprocessing.current_process().daemon = False  # daemons may have none
-    # Python's own, not that of the ranks
-    multiprocessing.set_start_method(None, force=True)
+def _watch(timeout: float, line: Connection, report: Callable) -> None:
+    """Say where the main thread stands if the time is up; end if the caller is gone."""
+    if not line.poll(timeout):
+        frame = sys._current_frames()[threading.main_thread().ident]
+        report(_readable(traceback.format_stack(frame)[1:]))  # not the server's program
+        line.poll(None)
+    os._exit(1)
 
-    def leave() -> None:
-        """Let a forked process neither report to the caller nor keep its line open."""
+
+def _talk(rank: int, line: Connection) -> Callable:
+    """Send the caller what this process prints; return what sends it an outcome."""
+    lock = threading.RLock()  # a finalizer that prints may run inside send
+
+    def send(kind: str, content: Any) -> None:
+        with lock:
+            line.send((rank, kind, content))
+
+    def report(outcome: Any) -> None:
+        for output in outputs:
+            output.finish()
+        send("outcome", outcome)
+
+    def leave() -> None:  # what a rank forks prints for itself
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        connection.close()
+        line.close()
 
+    outputs = sys.stdout, sys.stderr = _Output("stdout", send), _Output("stderr", send)
     os.register_at_fork(after_in_child=leave)
-
-
-def kill_group(pid: int) -> None:
-    """Kill a rank and all processes that it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _prepare(rank: int, world_size: int, job: Job) -> None:
-    """Do what multiprocessing does not, beyond directory and path; join the group."""
-    os.environ.clear()  # what is here dates from the start of the fork server
-    os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    # left alone, gloo may choose an outward interface
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    tempfile.tempdir = None  # the fork server's
-    linecache.cache.update(job.sources)
-    torch.set_num_threads(job.threads)
-    # copies of one server, they would all draw the same numbers
-    torch.manual_seed(rank)
-    random.seed(rank)
-    # beyond the caller's limit, which tells more
-    limit = timedelta(seconds=job.timeout + 10)
-    store = dist.FileStore(job.store, world_size)
-    dist.init_process_group("gloo", None, limit, world_size, rank, store)
-    if job.memory:
-        job.memory.open()
-        # before the caller's limit, which tells less
-        use_lanes(job.memory, 0.9 * job.timeout)
-    dist.barrier()
-    if job.memory:
-        # all have mapped it: so nothing is left behind, whoever is killed
-        job.memory.remove()
-
-
-def _failure(error: BaseException) -> Failure:
-    """What to tell of an exception: its traceback begins with the user's function."""
-    when, trace = time.monotonic(), error.__traceback__
-    while trace and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    lines = "".join(traceback.format_exception_only(error)).splitlines()
-    # of SyntaxError not the first
-    what = next(line for line in lines if not line.startswith(" "))
-    details = "".join(traceback.format_exception(type(error), error, trace))
-    return Failure(
-        isinstance(error, PeerError), when, what, _without_paths_of_cells(details)
-    )
-
-
-def _watch(connection: Connection, send: Callable, outputs: tuple, job: Job) -> None:
-    """Say where the main thread is if asked; end the rank once the caller is gone."""
-    # Unless C code keeps the interpreter's lock forever: faulthandler's clock needs no
-    # lock
-    try:
-        while connection.recv():
-            for output in outputs:
-                output.finish()
-            send("stack", _where())
-    # the caller was killed: nobody else is left to clean up
-    except (EOFError, OSError):
-        if job.memory:
-            job.memory.remove()
-        shutil.rmtree(os.path.dirname(job.store), ignore_errors=True)
-    finally:
-        kill_group(os.getpid())
-        os._exit(1)
-
-
-def _where() -> str:
-    """The stack of the main thread, from the user's function on."""
-    stack = traceback.extract_stack(
-        sys._current_frames()[threading.main_thread().ident]
-    )
-    # multiprocessing's frames
-    stack = itertools.dropwhile(lambda f: f.filename != __file__, stack)
-    stack = itertools.dropwhile(lambda f: f.filename == __file__, stack)  # and ours
-    return _without_paths_of_cells("".join(traceback.format_list(list(stack))))
-
-
-def _without_paths_of_cells(text: str) -> str:
-    return re.sub(r'"[^"\n]*ipykernel_\d+[\\/]\d+\.py"', '"<cell>"', text)
+    return report
 
 
 class _Output(io.TextIOBase):
-    """A stdout or stderr that sends whole lines to the caller, one line per thread."""
+    """A rank's stdout or stderr: it sends whole lines, each of one thread."""
 
     encoding = "utf-8"
 
     def __init__(self, kind: str, send: Callable):
         self.kind, self.send = kind, send
-        self.begun = {}  # thread -> the line that it has begun
-
-    def writable(self) -> bool:
-        return True
+        self.begun = {}  # thread: the line that it has begun
 
     def write(self, text: str) -> int:
         thread = threading.get_ident()
@@ -213,9 +205,41 @@ class _Output(io.TextIOBase):
             self.send(self.kind, lines)
 
 
-def pickled(value: Any, name: str) -> bytes:
-    """Return ``value`` as bytes, or raise a TypeError that says what it was."""
+def _join(rank: int, job: Job, store: str, memory: Memory | None) -> None:
+    """Do what torchrun does, seed what draws numbers, and join the default group."""
+    multiprocessing.current_process().name = f"d2lpar rank {rank}"
+    k = job.world_size
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": k, "LOCAL_WORLD_SIZE": k}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    torch.set_num_threads(job.threads)
+    # copies of one server, they would all draw the same numbers
+    torch.manual_seed(rank)
+    random.seed(rank)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(rank)
+    file = dist.FileStore(store, k)  # opens no port
+    limit = timedelta(seconds=job.timeout + 10)  # beyond the caller's, which tells more
+    dist.init_process_group("gloo", None, limit, k, rank, file)
+    prepare(memory, 0.9 * job.timeout)  # before the caller's, which tells less
+
+
+def _pickled(result: Any) -> bytes:
     try:
-        return cloudpickle.dumps(value)
+        data = cloudpickle.dumps(result)
+        pickle.loads(data)  # as the caller will
     except Exception as error:
-        raise TypeError(f"{name} cannot be sent to another process: {error}") from None
+        name = f"the result ({type(result).__name__})"
+        raise TypeError(f"{name} cannot be sent to the caller: {error}") from None
+    return data
+
+
+def _failure(error: BaseException) -> Failure:
+    order = float("inf") if isinstance(error, PeerError) else time.monotonic()
+    what = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+    return Failure(order, what, _readable(traceback.format_exception(error)))
+
+
+def _readable(entries: list[str]) -> str:
+    """Join a traceback's entries, without our own and the paths of cells."""
+    text = "".join(entry for entry in entries if f'"{__file__}"' not in entry)
+    return re.sub(r'"[^"\n]*ipykernel_\d+[\\/]\d+\.py"', '"<cell>"', text).rstrip()

@@ -45,7 +45,7 @@ def clip_grad_norm_(
         _norm_of(params, norm_type, foreach) for params in (shards, rest) if params
     ]
     if shards:
-        everyones = ranks.all_gather(norms[0], shards[0].group, label="norms")
+        everyones = ranks.all_gather(norms[0].view(1), shards[0].group)
         norms[0] = torch.linalg.vector_norm(everyones, norm_type)
     norm = get_total_norm(norms, norm_type)
     if error_if_nonfinite and not norm.isfinite():

@@ -56,7 +56,7 @@ def full_state_dict(
         if id(part) not in collected:
             collected[id(part)] = (
                 part,
-                collect(part, shard, dst, f"tensor {len(collected)}"),
+                collect(part, shard, dst),
             )
         return collected[id(part)][1]
 

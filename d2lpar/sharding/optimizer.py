@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from .. import ranks
 from ..guards import checked
-from ..ranks.members import check_group
-from ..ranks.moves import even_bounds
+from ..ranks.transport import check_group
+from ..schedules import even_bounds
 from .full_state import full_state_dict, load_full_state_dict
 from .shards import Shard, is_dense, line, make_shard
 
@@ -135,9 +135,7 @@ class ShardedOptimizer(Optimizer):
         used = [param.grad is not None for param in self.shards]
         if self.averages:
             somewhere = torch.tensor(used)
-            ranks.allreduce(
-                somewhere, op="max", group=self.process_group, label="used parameters"
-            )
+            ranks.allreduce(somewhere, op="max", group=self.process_group)
             used = somewhere.tolist()
             if not any(used):  # it has been done, which took the gradients
                 return
@@ -182,12 +180,9 @@ class ShardedOptimizer(Optimizer):
         _copy_settings(self.param_groups, self.optim.param_groups)
         self.optim.step(**kwargs)
         _copy_settings(self.optim.param_groups, self.param_groups)
-        for i, (param, shard) in enumerate(self.shards.items()):
+        for param, shard in self.shards.items():
             if shard.grad is not None:
-                label = f"parameter {i}"
-                line(param).copy_(
-                    ranks.all_gather(shard, self.process_group, label=label)
-                )
+                line(param).copy_(ranks.all_gather(shard, self.process_group))
                 shard.grad = None
         self._scattered.clear()
         return result

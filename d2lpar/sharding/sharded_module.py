@@ -15,7 +15,7 @@ from ..data_parallel.ddp import DistributedDataParallel
 from ..data_parallel.replicas import DataParallel
 from ..data_parallel.state_sharing import share_named
 from ..guards import checked
-from ..ranks.members import check_group
+from ..ranks.transport import check_group
 from .shards import Moved, Shard, is_dense
 from .units import Policy, Unit
 

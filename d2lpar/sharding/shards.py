@@ -74,9 +74,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     )
 
 
-def collect(
-    part: torch.Tensor, shard: Shard, dst: int, label: str
-) -> torch.Tensor | None:
+def collect(part: torch.Tensor, shard: Shard, dst: int) -> torch.Tensor | None:
     """Return on rank ``dst``'s CPU all that lies as ``shard`` does; None elsewhere.
 
     ``part`` is the shard itself, or its optimiser's state for it. Called by all ranks
@@ -85,14 +83,10 @@ def collect(
     me = dist.get_rank()
     if me != dst:
         if part.numel():
-            ranks.send(part.detach(), dst, label, shard.group)
+            ranks.send(part.detach(), dst, shard.group)
         return None
     parts = [
-        (
-            part.detach().cpu()
-            if rank == me
-            else ranks.receive(rank, label, group=shard.group)
-        )
+        (part.detach().cpu() if rank == me else ranks.receive(rank, shard.group))
         for rank, size in zip(
             dist.get_process_group_ranks(shard.group), shard.sizes, strict=True
         )

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from ..ranks.members import line_of
-from ..ranks.point_to_point import Sender
+from .. import ranks
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -40,7 +39,9 @@ class Traffic:
                     f"{name} belongs to another sharded model, which was called before:"
                     " shard a module that contains both models, and call it"
                 )
-        self.shards, self.replicas = (group and line_of(group) for group in root.groups)
+        self.shards, self.replicas = (
+            group and ranks.own_group(group) for group in root.groups
+        )
         self.units = list(named.values())
         for name, unit in named.items():
             unit.traffic, unit.name = self, name or "root"
@@ -50,7 +51,7 @@ class Traffic:
         self._last: dict[str, list] = {FORWARD: [], BACKWARD: []}
         self._reducing: tuple | None = None  # unit, which parameters were used, future
         self._leaf = torch.zeros((), requires_grad=True)
-        self._sender = Sender()
+        self._sender = ranks.Sender()
         weakref.finalize(self, self._sender.stop)
 
     # A forward pass and its backward pass

@@ -19,7 +19,7 @@ from .. import ranks
 from ..data_parallel.buckets import wide
 from ..data_parallel.ddp import tensors_in
 from ..mixed_precision.casting import map_tensors
-from ..ranks.moves import even_bounds
+from ..schedules import even_bounds
 from .addresses import Addresses
 from .shards import Moved, Shard, line, make_shard
 from .traffic import BACKWARD, Traffic
@@ -211,7 +211,7 @@ class Unit:
     def all_gather(self, group) -> torch.Tensor:
         """Return all parameters in one line: what the communication thread does."""
         own = torch.cat([shard.to(self.compute_dtype) for shard in self.shards])
-        return ranks.all_gather(own, group, label=f"gather {self.name}")
+        return ranks.all_gather(own, group)
 
     def free(self) -> None:
         """Forget all but the shards, unless the parameters are being used."""
@@ -258,16 +258,10 @@ class Unit:
         self, flat: torch.Tensor, used: list[bool], traffic: Traffic
     ) -> torch.Tensor:
         """Return this rank's part of the mean: what the communication thread does."""
-        names = [
-            name
-            for (_, name), i in zip(self.places, self.numbers, strict=True)
-            if used[i]
-        ]
-        label = f"reduce {self.name}: {', '.join(names)}"
-        own = ranks.reduce_scatter(flat, "mean", traffic.shards, label=label)
+        own = ranks.reduce_scatter(flat, "mean", traffic.shards)
         own = own.clone()  # the view would keep the memory of all
         if traffic.replicas:
-            ranks.allreduce(own, op="mean", group=traffic.replicas, label=label)
+            ranks.allreduce(own, op="mean", group=traffic.replicas)
         return own
 
     def add_gradients(self, own: torch.Tensor, used: list[bool]) -> None:

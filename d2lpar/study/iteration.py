@@ -24,7 +24,7 @@ from ..data_parallel.replicas import (
 from ..data_parallel.scattering import gather, position, scatter, tensors_of
 from ..devices import check_devices, count_bytes, num_bytes, to_device
 from ..guards import checked
-from ..ranks.launcher import launch
+from ..ranks.launch import launch
 from .memory import peak_memory, saved_memory
 
 FORMS = "DataParallel", "balanced", "DDP"

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data_parallel.scattering import tensors_of
 from ..devices import as_device, num_bytes
-from ..ranks.point_to_point import Sender
+from ..ranks import Sender
 
 
 def peak_memory(function: Callable[[], Any], device: torch.device) -> int:

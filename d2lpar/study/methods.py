@@ -19,8 +19,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import ranks
-from ..collectives.cost import closed_form
-from ..collectives.schedules import ring, star
 from ..data_parallel.ddp import DistributedDataParallel
 from ..data_parallel.replicas import DataParallel
 from ..devices import count_bytes
@@ -29,6 +27,7 @@ from ..mixed_precision import autocast
 from ..models import lenet_layers
 from ..pipeline.distributed import DistributedPipeline
 from ..pipeline.partition import cut
+from ..schedules import cost, ring, star
 from ..sharding import ShardedOptimizer, fully_shard
 from ..tensor_parallel.layers import TensorParallelLeNet
 from .memory import peak_memory
@@ -216,7 +215,7 @@ def time_in_turn(
     for i in range(warm_up + rounds):
         for name in order.sample(list(steps), len(steps)):
             # MismatchError, where ranks would run different ones
-            ranks.barrier(label=str(name))
+            ranks.agree(str(name))
             begin = time.perf_counter()
             if steps[name]:
                 steps[name]()
@@ -290,9 +289,7 @@ def predict_images(
     schedules = {"DDP": ring, "DDP, one bucket": ring, "DataParallel": star}
     if method not in schedules:
         raise ValueError(f"method {method!r} is none of {', '.join(schedules)}")
-    travel = closed_form(
-        schedules[method], k, RESNET50_BYTES, alpha=1e-5, beta=1 / link
-    ).seconds
+    travel = cost(schedules[method], k, RESNET50_BYTES, lambda *_: (1e-5, 1 / link))
     step = rows / one_gpu
     hidden = 2 / 3 * step if method == "DDP" else 0
-    return k * rows / (step - hidden + max(hidden, travel))
+    return k * rows / (step - hidden + max(hidden, travel.seconds))

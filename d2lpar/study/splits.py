@@ -18,12 +18,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from ..collectives.cost import closed_form
-from ..collectives.schedules import ring
 from ..devices import num_bytes
 from ..models import Copy, Sum
 from ..pipeline.partition import balance
 from ..pipeline.schedules import bubble, live_counts, one_f_one_b, predict
+from ..schedules import Cost, cost, ring
 
 SPLITS = ("one device", "data", "pipeline", "tensor")
 # torch does not count it
@@ -183,11 +182,11 @@ def _data(layers, n, k, machine) -> tuple:
     flops, parameters, saved = _add_up(layers)
     rows = -(-n // k)  # of the largest shard
     forward = rows * flops / machine.flops
-    sent = closed_form(ring, k, round(parameters), machine.alpha, machine.beta)
+    sent = cost(ring, k, round(parameters), lambda *_: (machine.alpha, machine.beta))
     backward = max(2 * forward, sent.seconds)  # gradients travel during backward
     seconds, waits = forward + backward, backward - 2 * forward
     memory = round(2 * parameters + rows * saved)
-    return max(sent.sent), sent.steps, memory, waits / seconds, seconds
+    return _busiest(sent, k), sent.steps, memory, waits / seconds, seconds
 
 
 def _pipeline(layers, n, k, machine, m) -> tuple:
@@ -224,15 +223,20 @@ def _tensor(layers, n, k, machine) -> tuple:
         size for layer in layers for size in layer.forward_sums + layer.backward_sums
     ]
     nbytes = [4 * round(n * size / 4) for size in sizes]
-    sums = [closed_form(ring, k, size, machine.alpha, machine.beta) for size in nbytes]
-    waits = sum(cost.seconds for cost in sums)
+    link = machine.alpha, machine.beta
+    sums = [cost(ring, k, size, lambda *_: link) for size in nbytes]
+    waits = sum(one.seconds for one in sums)
     seconds = 3 * n * flops / machine.flops + waits
     memory = round(2 * parameters + n * saved)
     sent, messages = (
-        sum(max(cost.sent) for cost in sums),
-        sum(cost.steps for cost in sums),
+        sum(_busiest(one, k) for one in sums),
+        sum(one.steps for one in sums),
     )
     return sent, messages, memory, waits / seconds, seconds
+
+
+def _busiest(one: Cost, k: int) -> int:
+    return max(one.sent(r) for r in range(k))
 
 
 def _add_up(layers: Sequence[Layer], k: int = 1) -> list[float]:

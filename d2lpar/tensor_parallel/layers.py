@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from .. import ranks
 from ..guards import checked
 from ..network import channels_last
-from ..ranks.members import Group, check_group
+from ..ranks._old import Group
+from ..ranks.transport import check_group
 
 
 def copy_to_group(X: torch.Tensor, group: Group = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from .. import ranks
 from ..guards import checked
-from ..ranks.members import Group
+from ..ranks._old import Group
 from .layers import place_in
 
 

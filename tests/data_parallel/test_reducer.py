@@ -262,7 +262,7 @@ test_buckets_and_hooks = on_ranks(
 
 def hook_is_never_done(rank, k):
     model = DistributedDataParallel(linear())
-    ranks.use_messages(timeout=1)
+    ranks.transport.here.timeout = 1
     model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
     with pytest.raises(TimeoutError, match=r"had no result after 1 s"):
         model(rows(rank)).sum().backward()
@@ -270,7 +270,7 @@ def hook_is_never_done(rank, k):
 
 def rank_takes_no_part(rank, k):
     model = DistributedDataParallel(linear())
-    ranks.use_messages(timeout=0.3)
+    ranks.transport.here.timeout = 0.3
     loss = model(rows(rank)).sum()
     if rank == 0:
         with pytest.raises(ranks.PeerError, match=r"rank 1.*with model\.join\(\)"):

@@ -10,7 +10,7 @@ from torch import nn
 
 from d2lpar import DistributedDataParallel
 from d2lpar.mixed_precision import GradScaler, predivide
-from d2lpar.ranks.launcher import launch
+from d2lpar.ranks.launch import launch
 
 INF, NAN = float("inf"), float("nan")
 TORCHS = torch.amp.GradScaler

@@ -19,7 +19,7 @@ from d2lpar import (
     lenet,
     ranks,
 )
-from d2lpar.ranks.grid import make_grid
+from d2lpar.ranks._old import make_grid
 from d2lpar.tensor_parallel.layers import TensorParallelLeNet
 
 STEPS, LR, ROWS = 5, 0.1, 16

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from helpers import TORCHRUN
 
-from d2lpar.ranks.torchrun import is_alone, meet, place
+from d2lpar.ranks._old import is_alone, meet, place
 
 
 def test_a_process_finds_its_place():

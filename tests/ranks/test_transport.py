@@ -1,99 +1,180 @@
-"""What fails in a transport. What is right, see the collectives."""
+"""What carries messages: groups, places for lanes, threads, and ranks that fail."""
 
-import contextlib
-from datetime import timedelta
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, attempt, in_ranks, transport_of
+from helpers import SOON, attempt, both_ways, in_ranks, take
 
-from d2lpar import ranks
-from d2lpar.collectives.schedules import ring
-from d2lpar.ranks.launcher import launch
-from d2lpar.ranks.transport import (
-    END,
-    NOTES,
-    BusyError,
-    Messages,
-    PeerError,
-    Receive,
-    Transport,
-    take,
-)
+from d2lpar import RankError, count_bytes, launch, ranks, ring, star
 
 
-def test_a_note_is_not_taken_for_data():
-    def check(rank, k):
-        transport, part = Messages(dist.group.WORLD), torch.zeros(8)
-        if rank == 0:  # its call has failed here, and it goes on with the next one
-            return attempt(transport.tell, b"note" * 8, 1.0)[0]
-        return attempt(transport.exchange, [], [Receive(0, part, take)], 0.5)[
-            0
-        ], part.sum().item()
-
-    assert launch(check, 2, timeout=LIMIT) == ["PeerError", ("PeerError", 0.0)]
-
-
-def test_a_connection_that_breaks_while_a_note_is_being_sent_is_noticed_at_once():
-    def check(rank, k):
-        transport, note = (
-            transport_of(group := dist.new_group(), "messages"),
-            bytes(2**26),
-        )
-        if rank == 0:
-            wait = transport._wait
-            transport._wait = lambda *args: (dist.send(torch.empty(1), 1), wait(*args))
-            return attempt(transport.tell, note, 8)
-        landing = torch.empty(len(note), dtype=torch.uint8)
-        dist.recv(torch.empty(1), 0)  # rank 0 waits now
-        dist.irecv(landing, 0, group, NOTES)  # and its note sets out
-        with contextlib.suppress(RuntimeError):  # a wait in vain closes the connection
-            dist.irecv(torch.empty(1), 0, group, END).wait(timedelta(milliseconds=1))
-
-    kind, text, named, _ = launch(check, 2, timeout=LIMIT)[0]
-    assert (kind, named) == ("PeerError", (1,)) and "Timed out" not in text
+@in_ranks(4)
+def test_groups_of_some_ranks_have_lanes_while_there_are_places(rank, k):
+    members_of = [(1, 3), (0, 2), (3, 2, 1), (0, 1), (1, 2), (0, 1, 3)]
+    groups, kinds = {members: dist.new_group(members) for members in members_of}, set()
+    for members, group in groups.items():  # {1, 3} and {0, 2} at the same time
+        if rank not in members:
+            assert attempt(ranks.barrier, group)[0] == "ValueError"
+            continue
+        kinds.add(type(ranks.group_of(group).transport).__name__)
+        order = dist.get_process_group_ranks(group)
+        me, data = order.index(rank), [torch.arange(14.0) * 10**r for r in order]
+        mine = data[me].clone()
+        with count_bytes() as ledger:
+            ranks.allreduce(mine, ring, group=group)
+        assert torch.equal(mine, sum(data))
+        assert set(ledger.bytes) == {(rank, order[(me + 1) % len(order)])}
+        mine = data[me].clone()
+        ranks.broadcast(mine, order[-1], group)
+        assert torch.equal(mine, data[-1])
+        outside = next(r for r in range(k) if r not in members)
+        for call in (ranks.broadcast, ranks.send):
+            kind, text, *_ = attempt(call, data[me], outside, group)
+            assert kind == "ValueError" and str(outside) in text
+        odd = rank == max(members)
+        kind, text, *_ = attempt(ranks.allreduce, torch.ones(3 + odd), group=group)
+        assert kind == "MismatchError" and all(f"rank {r}" in text for r in members)
+    assert rank != 1 or kinds == {"Lanes", "Messages"}  # it is in five groups
 
 
 @in_ranks(2)
-def test_what_is_to_come_is_asked_for_before_anything_is_sent(rank, k):
-    """Else it waits behind the data: on a slow link an exchange takes twice as long."""
-    transport, kinds = transport_of(way="messages"), []
-    post = transport._post
-    transport._post = lambda moves: (
-        kinds.extend(kind for kind, *_ in moves) or post(moves)
-    )
-    ranks.allreduce(torch.ones(8), ring, check=False)
-    assert kinds == [dist.irecv, dist.isend] * 2
+def test_places_for_lanes_are_given_back(rank, k):
+    for i in range(12):
+        group = ranks.own_group() if i % 2 else dist.new_group()
+        for _ in range(i % 3):  # so that the lanes stop at different slots
+            ranks.barrier(group)
+        tensor = torch.full((100_000,), float(rank + i))
+        ranks.allreduce(tensor, group=group)
+        assert tensor.unique().tolist() == [2.0 * i + 1]
+        assert type(ranks.group_of(group).transport).__name__ == "Lanes"
+        if not i % 2:
+            dist.destroy_process_group(group)
+        del group
+        ranks.barrier()
 
 
-# One call at a time.
+# A rank does not do its part.
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ((), ()),
-        (("send",), ()),
-        (("receive",), ()),
-        ((), ("receive",)),
-        (("send",), ("send",)),
-    ],
-)
-def test_a_second_call_is_refused_and_the_first_one_learns_of_it(first, second):
-    transport, announced = Transport(0, [0, 1]), []
-    transport._announce = announced.append  # to the other ranks
-    words = "thread 'MainThread' called B while A of thread 'MainThread' was under way"
-    refused = partial(pytest.raises, BusyError, match=words)
-    with (
-        refused(),
-        transport.call("A", *first),
-        refused(),
-        transport.call("B", *second),
-    ):
-        pytest.fail("it was let in")
-    assert isinstance(announced[0], BusyError) and not transport.under_way
-    again = f"can no longer be used since an earlier call: BusyError: {words}"
-    with pytest.raises(PeerError, match=again), transport.call("C"):
-        pytest.fail("it was let in")
+FAULTS = {  # what rank 1 does, after all have agreed, before it sends
+    "fails": lambda: 1 / 0,
+    "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+@both_ways
+@pytest.mark.parametrize("schedule", [star, ring])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_does_not_do_its_part_is_named(fault, schedule, way, monkeypatch):
+    launcher = sys.modules["d2lpar.ranks.launch"]  # the name is also the function's
+    monkeypatch.setattr(launcher, "GRACE", 3)  # let others speak
+
+    def check(rank, k):
+        take(way)
+        group = ranks.group_of()
+        if rank == 1:
+            group.exchange = lambda *_: FAULTS[fault]()
+        try:
+            ranks.allreduce(torch.ones(8), schedule, timeout=2)
+        except ranks.PeerError as error:
+            assert error.peers and rank not in error.peers
+            if rank == (0 if schedule is star else 2):  # which waits for rank 1 itself
+                assert 1 in error.peers
+            raise
+
+    with pytest.raises(RankError) as caught:
+        launch(check, 3, timeout=6)
+    first = str(caught.value).splitlines()[0]
+    words = {"fails": "ZeroDivisionError", "stops": "", "is killed": "SIGKILL"}
+    assert words[fault] in first
+    texts = "".join(map(str, caught.value.errors.values()))
+    assert "AssertionError" not in texts and "rank 1 did not do its part" in texts
+
+
+@both_ways
+@in_ranks(2)
+def test_who_sends_or_takes_nothing_is_named_in_time(rank, k, way):
+    take(way)
+    if rank == 0:
+        for function in (
+            partial(ranks.receive, 1),
+            partial(ranks.send, torch.ones(5_000_000), 1, own := ranks.own_group()),
+        ):
+            kind, _, named, seconds = attempt(function, timeout=0.3)
+            assert (kind, named) == ("PeerError", (1,)) and seconds < SOON
+        del own
+    else:
+        ranks.own_group()
+
+
+# Threads.
+
+
+@both_ways
+@in_ranks(2)
+def test_a_call_beside_that_of_another_thread_is_refused(rank, k, way):
+    take(way)
+    ranks.barrier()
+    if rank == 0:
+        with ThreadPoolExecutor(1) as executor:
+            first = executor.submit(ranks.allreduce, torch.ones(3))
+            while not ranks.group_of().under_way["send"].locked():
+                time.sleep(0.01)
+            kind, text, *_ = attempt(ranks.barrier)
+            assert kind == "BusyError" and "barrier was called while" in text
+            assert "ranks.own_group()" in text
+            dist.send(torch.empty(1), 1)
+            first.result()
+    else:
+        dist.recv(torch.empty(1), 0)
+        ranks.allreduce(torch.ones(3))
+    ranks.barrier()  # the group goes on
+
+
+@both_ways
+@in_ranks(2)
+def test_threads_with_groups_of_their_own_have_an_order_of_their_own(rank, k, way):
+    take(way)
+    groups = [ranks.own_group() for _ in range(6)]  # more than there are places
+
+    def add_up(i):
+        for _ in range(20):
+            tensor = torch.full((5,), 10.0**i + rank)
+            ranks.allreduce(tensor, group=groups[i])
+            assert tensor.tolist() == [2 * 10.0**i + 1] * 5
+
+    with ThreadPoolExecutor(6) as executor:  # on rank 1 they begin the other way round
+        list(executor.map(add_up, range(6) if rank == 0 else reversed(range(6))))
+
+
+@both_ways
+@in_ranks(2)
+def test_one_thread_may_send_while_another_receives(rank, k, way):
+    take(way)
+    received = []
+    thread = threading.Thread(target=lambda: received.append(ranks.receive(1 - rank)))
+    thread.start()
+    while not ranks.group_of().under_way["receive"].locked() and not received:
+        time.sleep(0.01)
+    ranks.send(torch.zeros(3), 1 - rank)
+    thread.join()
+    assert received[0].tolist() == [0.0] * 3
+
+
+@in_ranks(2)
+def test_two_threads_that_begin_a_group_have_one_transport(rank, k):
+    group, both = dist.new_group(), threading.Barrier(2)
+    with ThreadPoolExecutor(2) as executor:
+        first, second = executor.map(
+            lambda _: (both.wait(), ranks.group_of(group).transport)[1], range(2)
+        )
+    assert first is second and type(first).__name__ == "Lanes"

@@ -295,15 +295,6 @@ def what_some_ranks_have_not_used_counts_as_zero_there(rank, k):
     close(c.detach(), torch.ones(5))  # used by none: not even the decay of weights
 
 
-def ranks_that_update_other_parameters_are_told(rank, k):
-    """Without averages: DDP would give all ranks the same gradients."""
-    params = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
-    optimizer = ShardedOptimizer(params, torch.optim.SGD, lr=1.0)
-    params[rank].sum().backward()
-    kind, text, *_ = attempt(optimizer.step)
-    assert kind == "MismatchError" and "parameter 0" in text and "parameter 1" in text
-
-
 def gradients_may_lie_otherwise_than_their_parameters(rank, k):
     model = nn.Conv2d(2, 4, 3).double().to(memory_format=torch.channels_last)
     nn.init.zeros_(model.weight)
@@ -468,7 +459,6 @@ test_on_two = on_ranks(
         groups_have_their_settings_and_may_come_later,
         a_parameter_may_be_unfrozen_later,
         what_some_ranks_have_not_used_counts_as_zero_there,
-        ranks_that_update_other_parameters_are_told,
         gradients_may_lie_otherwise_than_their_parameters,
         a_model_may_change_its_memory_format_before_the_first_step,
         its_state_would_not_follow_it_later,

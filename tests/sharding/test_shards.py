@@ -61,7 +61,7 @@ def shards_are_parts_of_the_line_and_make_the_whole_again(rank, k):
     assert shard.span == slice(begin, begin + sizes[rank])
     assert shard.requires_grad and shard.whole.stride() == weight.stride()
     for dst in range(k):
-        whole = collect(shard, shard, dst, "weight")
+        whole = collect(shard, shard, dst)
         assert (whole is None) == (rank != dst)
         assert rank != dst or (
             torch.equal(whole, weight) and whole.stride() == weight.stride()
@@ -71,7 +71,7 @@ def shards_are_parts_of_the_line_and_make_the_whole_again(rank, k):
 def nothing_is_made_of_nothing(rank, k):
     empty = torch.nn.Parameter(torch.empty(0, 3))
     shard = make_shard(line(empty), empty, [0] * k, dist.group.WORLD)
-    whole = collect(shard, shard, 0, "empty")
+    whole = collect(shard, shard, 0)
     assert rank or whole.shape == (0, 3)
 
 

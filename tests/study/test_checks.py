@@ -8,7 +8,7 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-from d2lpar.ranks.launcher import launch
+from d2lpar.ranks.launch import launch
 from d2lpar.study.checks import STUB, AnswerError, exercise, number, off
 
 ZEROS = [torch.zeros(2, 3), torch.zeros(4)]

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 from d2lpar import autocast, ranks
 from d2lpar.models import lenet_layers
-from d2lpar.ranks.launcher import launch
-from d2lpar.ranks.point_to_point import HEADER
+from d2lpar.ranks.launch import launch
 from d2lpar.study import methods
 from d2lpar.study.methods import (
     METHODS,
@@ -91,9 +90,9 @@ def test_the_busiest_device_sends_what_can_be_counted_by_hand(found):
     images, outputs = 8 * 28 * 28 * 4, 8 * 10 * 4  # device 0 sends both to device 1
     assert sent["DataParallel", 32] == [(PARAMETERS + images + outputs, 10)]
     activations = 16 * 50 * 4 * 4  # of the second convolution, or their gradients
-    headers, messages = HEADER.size * methods.MICROBATCHES, 2 * methods.MICROBATCHES
-    assert sent["pipeline", 32] == [(4 * activations + headers, messages)] * 2
-    assert sent["pipeline", 16] == [(2 * activations + headers, messages)] * 2
+    messages = methods.MICROBATCHES
+    assert sent["pipeline", 32] == [(4 * activations, messages)] * 2
+    assert sent["pipeline", 16] == [(2 * activations, messages)] * 2
 
 
 def test_what_is_held_and_the_peak(found):

@@ -16,15 +16,15 @@ from d2lpar import (
     count_bytes,
     naive_allreduce,
     reduce_scatter,
+    ring,
     ring_allreduce,
 )
-from d2lpar.collectives.lists import OPS
-from d2lpar.collectives.schedules import Move, recursive_doubling, ring
+from d2lpar.collectives import OPS
+from d2lpar.schedules import Move
 
 KS = (1, 2, 3, 4, 8)
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
-COMPLEX = (torch.complex64,)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *COMPLEX)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 on_each_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
@@ -39,7 +39,7 @@ def make(k, shape, dtype=torch.float32, device="cpu"):
 
 def reference(data, op="sum"):
     """The reduction by one call of torch, in float64 where that is wider."""
-    functions = {"sum": torch.sum, "mean": torch.mean, "product": torch.prod}
+    functions = {"sum": torch.sum, "mean": torch.mean}
     functions |= {"max": torch.amax, "min": torch.amin}
     whole = torch.stack(data)
     wide = whole.double() if whole.is_floating_point() else whole
@@ -49,24 +49,20 @@ def reference(data, op="sum"):
 def assert_allreduces(function, data, op="sum"):
     expected, tensors = reference(data, op), list(data)
     function(data)
-    assert all(now is then for now, then in zip(data, tensors, strict=True)), (
-        "a slot was rebound"
-    )
+    assert all(now is then for now, then in zip(data, tensors)), "a slot was rebound"
     for tensor in data:
         assert torch.equal(tensor, expected), (tensor, expected)
 
 
 @on_each_device
-@pytest.mark.parametrize("dtype", INTEGERS + FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", (*INTEGERS, *FLOATS, torch.complex64), ids=str)
 @each_schedule
 def test_allreduce_equals_torch_on_every_dtype_op_and_size(schedule, dtype, device):
     for k in KS:
         for shape in ((), (0,), (1,), (k - 1,), (k,), (3, 5), (4, 0, 2), (64,)):
             data = make(k, shape, dtype, device)
             assert_allreduces(partial(allreduce, schedule=schedule), data)
-        for op in OPS:
-            if dtype in {"mean": INTEGERS, "max": COMPLEX, "min": COMPLEX}.get(op, ()):
-                continue  # not defined
+        for op in OPS if dtype in FLOATS else ("max", "min") * (not dtype.is_complex):
             data = [torch.randint(-2, 3, (11,)).to(dtype).to(device) for _ in range(k)]
             assert_allreduces(partial(allreduce, schedule=schedule, op=op), data, op)
 
@@ -80,14 +76,6 @@ def test_every_device_gets_the_same_bits_in_every_run(schedule):
             for data in runs:
                 allreduce(data, schedule, "mean")
             assert all(torch.equal(t, runs[0][0]) for data in runs for t in data)
-
-
-def test_an_exchange_gives_both_the_same_zero():
-    for op in ("max", "min"):
-        for zeros in ((0.0, -0.0), (-0.0, 0.0)):
-            data = [torch.full((64,), zero) for zero in zeros]
-            allreduce(data, recursive_doubling, op)
-            assert torch.equal(data[0].signbit(), data[1].signbit())
 
 
 @each_schedule
@@ -121,39 +109,33 @@ def test_layouts_that_are_not_contiguous(function, device):
 
 
 @st.composite
-def strided_lists(draw):
+def strided_lists(draw, min_dims=0):
     """Tensors of one random shape, each with its own strides, offset and order."""
-    shape, data = draw(st.lists(st.integers(0, 4), max_size=3)), []
+    shape = draw(st.lists(st.integers(0, 4), min_size=min_dims, max_size=3))
+    data = []
     for tensor in make(draw(st.integers(1, 6)), shape, torch.int64):
         order = draw(st.permutations(range(len(shape))))
-        wide = torch.empty_permuted(
-            [3 * n + 2 for n in shape], order, dtype=torch.int64
-        )
-        steps = [draw(st.integers(1, 3)) for _ in shape]
-        begin = draw(st.integers(0, 2))
-        cuts = [
-            slice(begin, begin + n * d, d) for n, d in zip(shape, steps, strict=True)
-        ]
+        size = [3 * n + 2 for n in shape]
+        wide = torch.empty_permuted(size, order, dtype=torch.int64)
+        begin, cuts = draw(st.integers(0, 2)), []
+        for n in shape:
+            stride = draw(st.integers(1, 3))
+            cuts.append(slice(begin, begin + n * stride, stride))
         data.append(wide[tuple(cuts)].copy_(tensor))
     return data
 
 
-@given(
-    strided_lists(),
-    st.sampled_from(SCHEDULES),
-    st.sampled_from(["sum", "max", "product"]),
-)
+@given(strided_lists(), st.sampled_from(SCHEDULES), st.sampled_from(["sum", "max"]))
 def test_any_shape_strides_and_k(data, schedule, op):
     assert_allreduces(partial(allreduce, schedule=schedule, op=op), data, op)
 
 
-@given(strided_lists())
+@given(strided_lists(min_dims=1))
 def test_scatter_and_gather_make_an_allreduce(data):
-    expected = torch.atleast_1d(reference(data))
+    expected = reference(data)
     shards = reduce_scatter(data)
-    assert [s.shape for s in shards] == [
-        s.shape for s in expected.tensor_split(len(data))
-    ]
+    for shard, part in zip(shards, expected.tensor_split(len(data)), strict=True):
+        assert torch.equal(shard, part)
     assert all(torch.equal(whole, expected) for whole in all_gather(shards))
 
 
@@ -176,9 +158,6 @@ def test_all_gather_joins_shards_of_any_length(k):
         assert len(gathered) == k
         gathered[0].fill_(1)  # not the others, nor the shards
         assert all(torch.equal(whole, torch.cat(shards)) for whole in gathered[1:])
-    assert all_gather([torch.tensor(float(r)) for r in range(k)])[0].tolist() == list(
-        range(k)
-    )
 
 
 @pytest.mark.parametrize("k", KS)
@@ -225,9 +204,7 @@ def test_a_ring_of_whole_tensors_is_right_but_for_its_bytes():
 WRONG = {  # what others have published: the assertions above must catch each of them
     "drops the remainder": lambda data: allreduce([tensor[:6] for tensor in data]),
     "adds into a new tensor": lambda data: setitem(data, slice(3), [sum(data)] * 3),
-    "reads what was overwritten": lambda data: [
-        tensor.copy_(sum(data)) for tensor in data
-    ],
+    "reads what was overwritten": lambda data: [t.copy_(sum(data)) for t in data],
     "updates only the first": lambda data: data[0].copy_(sum(data)),
 }
 
@@ -240,100 +217,28 @@ def test_a_wrong_allreduce_is_caught(mutant):
 
 # What is refused
 
-
-BASE, ONES = torch.zeros(10), torch.ones(3)
-LEAF, EYE = torch.ones(3, requires_grad=True), torch.eye(2)
+ONES, EYE, LEAF = torch.ones(3), torch.eye(2), torch.ones(3, requires_grad=True)
 TWO = [ONES, ONES.clone()]
-# they write to their tensors
 ALIKE = naive_allreduce, ring_allreduce, reduce_scatter, broadcast
 ALL = (*ALIKE, all_gather)
 REFUSED = [
-    (ALL, [], ValueError, "data is empty"),
-    (
-        ALL,
-        torch.ones(2, 3),
-        TypeError,
-        "must be a list of tensors, one per device, not Tensor",
-    ),
+    (ALL, [], TypeError, "data must be a list with a tensor per device"),
+    (ALL, torch.ones(2, 3), TypeError, "a list with a tensor per device, not tensor"),
     (ALL, [ONES, 1.0], TypeError, r"data\[1\] is a float, not a tensor"),
-    (
-        ALL,
-        [ONES, ONES.double()],
-        ValueError,
-        r"torch.float32, but data\[1\] .* torch.float64",
-    ),
+    (ALL, [ONES, ONES.double()], ValueError, r"float32 .*, but data\[1\] is float64"),
     (ALL, [ONES, LEAF], ValueError, r"data\[1\] requires gradients, .*no_grad"),
     (ALL, [LEAF * 2, ONES], ValueError, r"data\[0\] requires gradients"),
+    (ALIKE, [*TWO, torch.ones(4)], ValueError, r"\[3\], but .*\[2\] is float32 \[4\]"),
+    (ALIKE, [*TWO, ONES], ValueError, r"data\[0\] and data\[2\] share memory"),
+    ([partial(allreduce, op="avg")], TWO, ValueError, "'avg', .* none of sum, mean"),
     (
-        ALL,
-        [EYE, EYE.to_sparse()],
-        ValueError,
-        r"data\[1\] is sparse .*: pass its .to_dense",
-    ),
-    (
-        ALL,
-        [EYE.to("meta"), EYE],
-        ValueError,
-        r"data\[0\] is a meta tensor, which has no elements",
-    ),
-    (
-        ALIKE,
-        [*TWO, torch.ones(4)],
-        ValueError,
-        r"shape \(3,\), but data\[2\] .* \(4,\)",
-    ),
-    (
-        ALIKE,
-        [BASE, torch.zeros(10), BASE],
-        ValueError,
-        r"data\[0\] and data\[2\] share memory",
-    ),
-    (
-        ALIKE,
-        [torch.zeros(4), BASE[3:7], BASE[:4]],
-        ValueError,
-        r"\[1\] and data\[2\] share memory",
-    ),
-    (ALIKE, [BASE[1:9:2], BASE[1:5]], ValueError, "share memory"),
-    (
-        ALIKE,
-        [torch.zeros(1).expand(3), ONES],
-        ValueError,
-        r"data\[0\] is an expanded view",
-    ),
-    (
-        [partial(allreduce, op="avg")],
-        TWO,
-        ValueError,
-        "'avg', .* none of sum, mean, max, min",
-    ),
-    (
-        [partial(reduce_scatter, op="mean")],
+        [partial(allreduce, op="mean"), partial(reduce_scatter, op="mean")],
         make(2, (3,), torch.int),
         ValueError,
-        "mean of torch",
+        r"the mean of int32 \[3\] is not whole",
     ),
-    (
-        [partial(allreduce, op="max")],
-        [EYE + 0j, EYE + 0j],
-        ValueError,
-        "numbers have no order",
-    ),
-    ([allreduce], make(2, (3,), torch.uint16), ValueError, "torch has no sum of"),
-    (
-        [partial(allreduce, schedule=ring(2))],
-        TWO,
-        TypeError,
-        "a function such as ring, not list",
-    ),
-    (
-        [partial(broadcast, src=2)],
-        TWO,
-        ValueError,
-        "src is 2, but the positions are 0 to 1",
-    ),
-    ([partial(broadcast, src=-1)], TWO, ValueError, "src is -1, but"),
-    ([all_gather], [EYE, torch.ones(2, 3)], ValueError, r"\(2,\), but .* \(3,\)"),
+    ([partial(broadcast, src=2)], TWO, ValueError, "src is 2, but the .* are 0 to 1"),
+    ([all_gather], [EYE, torch.ones(2, 3)], ValueError, r"2\], but .* 3\]"),
 ]
 
 
@@ -345,7 +250,5 @@ def test_what_cannot_be_reduced_is_refused_and_left_as_it_was(
     for function in functions:
         with pytest.raises(error, match=words):
             function(data)
-    for now, then in zip(data, before, strict=True):
-        assert (
-            now is then or now.is_meta or torch.equal(now.to_dense(), then.to_dense())
-        )
+    for now, then in zip(data, before):
+        assert now is then or torch.equal(now, then)
