@@ -32,7 +32,7 @@ def allreduce(
     """Reduce in place: then each tensor of ``data`` holds the reduction of all.
 
     ``op`` is "sum", "mean", "max" or "min". A sum has the same bits on all devices and
-    in every run. Tensors of 16 bits are sent and added as float32, and rounded once.
+    in every run. Floats of 16 bits are sent and added as float32, and rounded once.
     """
     check_data(data, op)
     steps = checked_steps(schedule, len(data))
@@ -44,12 +44,12 @@ def allreduce(
 
 
 def naive_allreduce(data: Sequence[torch.Tensor]) -> None:
-    """Sum in place, the book's way: add all to ``data[0]``, then copy it to all."""
+    """Sum in place with the star: add all to ``data[0]``, then copy it to all."""
     allreduce(data, star)
 
 
 def ring_allreduce(data: Sequence[torch.Tensor]) -> None:
-    """Sum in place by chunks around a ring: no position sends more than its share."""
+    """Sum in place by chunks around a ring: nobody sends more than a share."""
     allreduce(data, ring)
 
 

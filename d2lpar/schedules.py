@@ -165,7 +165,7 @@ def even_bounds(numel: int, n: int) -> list[int]:
 
 
 def check_steps(steps: Steps, k: int) -> None:
-    """Raise ValueError unless the moves of each step can happen in any order.
+    """Raise ValueError unless the moves of each step can happen at the same time.
 
     A chunk that is sent must not be written in the same step, and one that is taken
     must be written only once. But two may exchange a chunk, if both reduce it and

@@ -51,7 +51,7 @@ def pytest_runtest_makereport(item, call):
     if report.failed and not item.get_closest_marker("browser"):  # all share Chromium
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "serve()" not in process.cmdline()[-1]:  # of launch: all use it
+                if "serve()" not in " ".join(process.cmdline()):  # all use it
                     process.kill()
     return report
 

@@ -191,7 +191,7 @@ def choose(nbytes: int, k: int) -> Schedule:
     """Return the schedule for ``nbytes`` bytes on ``k`` ranks.
 
     Short tensors need few messages in a row, long ones few bytes. Between two ranks
-    both are as many bytes, and recursive doubling takes one step instead of two.
+    both send as many bytes, and recursive doubling takes one step instead of two.
     """
     is_short = k == 2 or nbytes <= 2**20
     return recursive_doubling if is_short else halving_doubling
@@ -258,5 +258,6 @@ def calling(name: str, group, timeout: float | None) -> Iterator[Call]:
 
 def sendable(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the elements side by side, on the device from which they are sent."""
-    flat = tensor.detach().reshape(-1).resolve_conj().resolve_neg()
+    flat = tensor.detach().reshape(-1)
+    flat = flat.resolve_conj().resolve_neg()  # a view may put off a change of signs
     return flat.contiguous().to(group.transport.device)

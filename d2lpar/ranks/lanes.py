@@ -56,7 +56,7 @@ class Lane:
         number = (place * memory.world_size + src) * memory.world_size + dst
         self.slots = [(number * SLOTS + i) * SLOT_BYTES for i in range(SLOTS)]
         free, full = memory.semaphores[number]
-        self.peer = dst if sends else src
+        self.peer, self.sends = dst if sends else src, sends
         self.acquire = free.acquire if sends else full.acquire
         self.release = full.release if sends else free.release
         self.turn = 0
@@ -104,31 +104,25 @@ class Lanes:
         Return the ranks that were late, and why. In each round everyone puts a piece
         into its lanes before it takes one from them, so that no circle of ranks waits.
         """
-        self.is_clean, late = False, {}
-        leaving, arriving = defaultdict(list), defaultdict(list)
+        self.is_clean, late, pieces = False, {}, defaultdict(list)
         for dst, message in sends:
-            leaving[self.outgoing[dst]] += pieces_of(message, SLOT_BYTES)
+            for piece in pieces_of(message, SLOT_BYTES):
+                pieces[self.outgoing[dst]].append((piece, None))
         for src, part, op in receives:
-            pieces = pieces_of(part, SLOT_BYTES)
-            arriving[self.incoming[src]] += [(piece, op) for piece in pieces]
-        rounds = max(map(len, [*leaving.values(), *arriving.values()]), default=0)
-        for i in range(rounds):
-            for lane, pieces in leaving.items():
-                if i < len(pieces):
-                    if (begin := lane.slot(deadline)) is None:
-                        late[lane.peer] = "time is up"
-                        continue
-                    piece = pieces[i]
-                    self.view(begin, piece.numel(), piece.dtype).copy_(piece)
-                    lane.release()
-            for lane, pieces in arriving.items():
-                if i < len(pieces):
-                    if (begin := lane.slot(deadline)) is None:
-                        late[lane.peer] = "time is up"
-                        continue
-                    piece, op = pieces[i]
-                    write(piece, self.view(begin, piece.numel(), piece.dtype), op)
-                    lane.release()
+            for piece in pieces_of(part, SLOT_BYTES):
+                pieces[self.incoming[src]].append((piece, op))
+        for i in range(max(map(len, pieces.values()), default=0)):
+            for lane in [lane for lane, own in pieces.items() if i < len(own)]:
+                begin, (piece, op) = lane.slot(deadline), pieces[lane][i]
+                if begin is None:
+                    late[lane.peer] = "time is up"
+                    continue
+                slot = self.view(begin, piece.numel(), piece.dtype)
+                if lane.sends:
+                    slot.copy_(piece)
+                else:
+                    write(piece, slot, op)
+                lane.release()
             if late:
                 return late
         self.is_clean = True
