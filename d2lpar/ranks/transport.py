@@ -48,9 +48,10 @@ class Messages:
     not run that: it follows torch's documentation.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, tag: int):
+    def __init__(self, process_group: dist.ProcessGroup, number: int):
         self.process_group = weakref.ref(process_group)  # or it would never be freed
-        self.ranks, self.tag = dist.get_process_group_ranks(process_group), tag
+        self.ranks = dist.get_process_group_ranks(process_group)
+        self.tag = 1 + number  # 0 is that of the caller's own dist.send
         has_nccl = "nccl" in dist.get_backend_config(process_group)
         self.device = torch.device("cuda" if has_nccl else "cpu")
 
@@ -179,11 +180,15 @@ class Group:
 
     def tell(self, notes: dict[int, str], senders: list[int], deadline: float) -> dict:
         """Give ``notes[i]`` to member i; return the notes of the senders."""
-        device = self.transport.device
-        sends = [(i, encoded(note).to(device)) for i, note in notes.items()]
-        receives = [(i, encoded("").to(device), None) for i in senders]
+        device, sends = self.transport.device, []
+        for i, note in notes.items():
+            text = bytearray(note.encode()[:NOTE_BYTES].ljust(NOTE_BYTES))
+            sends.append((i, torch.frombuffer(text, dtype=torch.uint8).to(device)))
+        theirs = torch.empty(len(senders), NOTE_BYTES, dtype=torch.uint8, device=device)
+        receives = [(i, note, None) for i, note in zip(senders, theirs)]
         self.carry(sends, receives, deadline, "did not call in time")
-        return {i: decoded(note) for i, note, _ in receives}
+        texts = [bytes(note).decode(errors="replace") for note in theirs.cpu().numpy()]
+        return {i: text.rstrip() for i, text in zip(senders, texts)}
 
     def exchange(self, sends: list, receives: list, deadline: float) -> None:
         """Make a step's moves: sends (member, tensor), receives (member, part, op)."""
@@ -204,17 +209,6 @@ class Group:
         except BaseException as error:
             self.broken = f"{type(error).__name__}: {error}"
             raise
-
-
-def encoded(note: str) -> torch.Tensor:
-    """Return the bytes of a note."""
-    text = note.encode()[:NOTE_BYTES].ljust(NOTE_BYTES)
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def decoded(note: torch.Tensor) -> str:
-    """Return the text of a note."""
-    return note.cpu().numpy().tobytes().decode(errors="replace").rstrip()
 
 
 class Here:
