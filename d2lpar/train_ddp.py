@@ -296,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        with process_group("nccl" if device.type == "cuda" else "gloo", args.timeout):
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        with process_group(backend, args.timeout):
             train_epochs(args, device)
     except DataError as error:  # for a reader who has just installed this
         sys.exit(f"d2lpar.train_ddp: {error}")

@@ -165,11 +165,11 @@ def send(
     member, deadline = group.member(dst), group.deadline(timeout)
     with group.alone(f"send to rank {dst}", "send"):
         group.tell({member: f"send {kind_of(tensor)}"}, [], deadline)
-        group.exchange([(member, sendable(tensor, group))], [], deadline)
+        group.exchange([(member, sendable(tensor, group).cpu())], [], deadline)
 
 
 def receive(src: int, group=None, timeout: float | None = None) -> torch.Tensor:
-    """Return what rank ``src`` of the world sends next, as a new tensor.
+    """Return what rank ``src`` of the world sends next, as a new tensor on the CPU.
 
     MismatchError, if it makes another call: here the group can no longer be used.
     """
@@ -182,7 +182,6 @@ def receive(src: int, group=None, timeout: float | None = None) -> torch.Tensor:
             raise MismatchError(group.broken)
         _, dtype, shape = note.split(" ", 2)
         tensor = torch.empty(json.loads(shape), dtype=getattr(torch, dtype))
-        tensor = tensor.to(group.transport.device)
         group.exchange([], [(member, tensor.view(-1), None)], deadline)
         return tensor
 
@@ -260,4 +259,4 @@ def sendable(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the elements side by side, on the device from which they are sent."""
     flat = tensor.detach().reshape(-1)
     flat = flat.resolve_conj().resolve_neg()  # a view may put off a change of signs
-    return flat.contiguous().to(group.transport.device)
+    return flat.contiguous().to(group.transport.home(flat))

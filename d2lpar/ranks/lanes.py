@@ -78,8 +78,6 @@ class Lane:
 class Lanes:
     """A rank's ends of the lanes to and from the other ranks of a group."""
 
-    device = torch.device("cpu")  # where tensors must lie
-
     def __init__(self, memory: Memory, place: int, ranks: Sequence[int], me: int):
         self.memory, self.place, self.is_clean = memory, place, True
         others = {i: rank for i, rank in enumerate(ranks) if i != me}
@@ -93,6 +91,10 @@ class Lanes:
             return memory.bytes[begin : begin + numel * dtype.itemsize].view(dtype)
 
         self.view = view
+
+    def home(self, tensor: torch.Tensor) -> torch.device:
+        """Return where a tensor must lie to be sent."""
+        return torch.device("cpu")
 
     def __del__(self):
         if self.is_clean:  # else messages may still be under way

@@ -44,16 +44,19 @@ class BusyError(RuntimeError):
 class Messages:
     """torch.distributed's messages between the ranks of a process group.
 
-    Over NCCL they stay on the GPU that ``torch.cuda.set_device`` has chosen. We have
-    not run that: it follows torch's documentation.
+    With the backend "cpu:gloo,cuda:nccl" tensors stay on the GPU, and notes go over
+    gloo. We have not run that: it follows torch's documentation.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, number: int):
         self.process_group = weakref.ref(process_group)  # or it would never be freed
         self.ranks = dist.get_process_group_ranks(process_group)
         self.tag = 1 + number  # 0 is that of the caller's own dist.send
-        has_nccl = "nccl" in dist.get_backend_config(process_group)
-        self.device = torch.device("cuda" if has_nccl else "cpu")
+        self.has_nccl = "nccl" in dist.get_backend_config(process_group)
+
+    def home(self, tensor: torch.Tensor) -> torch.device:
+        """Return where a tensor must lie to be sent."""
+        return tensor.device if self.has_nccl else torch.device("cpu")
 
     def exchange(self, sends: list, receives: list, deadline: float) -> dict[int, str]:
         """Make a step's moves: sends (member, tensor), receives (member, part, op).
@@ -88,9 +91,9 @@ class Messages:
     def begin(self, moves: list, late: dict) -> list[dist.Work]:
         """Begin to send (``dist.isend``) or to receive each tensor, in order."""
         group, works = self.process_group(), []
-        if self.device.type == "cuda":
+        if moves and moves[0][1].is_cuda:  # NCCL needs the messages of a step together
             batch = [dist.P2POp(kind, t, self.ranks[i], group) for kind, t, i in moves]
-            works = dist.batch_isend_irecv(batch)  # NCCL may have one work for all
+            works = dist.batch_isend_irecv(batch)  # perhaps one work for all
             return works * (len(moves) // len(works))
         for kind, tensor, peer in moves:
             try:
@@ -126,11 +129,16 @@ class Group:
         self.numbers = count(1)  # of the groups that own_group makes of it
         self.under_way = {"send": threading.Lock(), "receive": threading.Lock()}
         self.opening, self.is_open = threading.Lock(), False
+        self.mine = [bytearray(NOTE_BYTES) for _ in self.ranks]  # notes to each member
+        self.theirs = [bytearray(NOTE_BYTES) for _ in self.ranks]
+        self.sent = [torch.frombuffer(note, dtype=torch.uint8) for note in self.mine]
+        self.taken = [torch.frombuffer(note, dtype=torch.uint8) for note in self.theirs]
 
     def open(self) -> None:
         """Take lanes in a place that is free on all ranks, if there is any."""
         with self.opening:
             if self.is_open or here.memory is None or self.size == 1:
+                self.is_open = True
                 return
             free = here.memory.free
             mine = {free.pop() for _ in range(len(free))}  # away from other threads
@@ -180,15 +188,12 @@ class Group:
 
     def tell(self, notes: dict[int, str], senders: list[int], deadline: float) -> dict:
         """Give ``notes[i]`` to member i; return the notes of the senders."""
-        device, sends = self.transport.device, []
         for i, note in notes.items():
-            text = bytearray(note.encode()[:NOTE_BYTES].ljust(NOTE_BYTES))
-            sends.append((i, torch.frombuffer(text, dtype=torch.uint8).to(device)))
-        theirs = torch.empty(len(senders), NOTE_BYTES, dtype=torch.uint8, device=device)
-        receives = [(i, note, None) for i, note in zip(senders, theirs)]
+            self.mine[i][:] = note.encode()[:NOTE_BYTES].ljust(NOTE_BYTES)
+        sends = [(i, self.sent[i]) for i in notes]
+        receives = [(i, self.taken[i], None) for i in senders]
         self.carry(sends, receives, deadline, "did not call in time")
-        texts = [bytes(note).decode(errors="replace") for note in theirs.cpu().numpy()]
-        return {i: text.rstrip() for i, text in zip(senders, texts)}
+        return {i: self.theirs[i].decode(errors="replace").rstrip() for i in senders}
 
     def exchange(self, sends: list, receives: list, deadline: float) -> None:
         """Make a step's moves: sends (member, tensor), receives (member, part, op)."""
@@ -238,10 +243,12 @@ def group_of(group: Group | dist.ProcessGroup | None = None) -> Group:
         return group
     check_group(group)
     process_group = group or dist.group.WORLD
-    if process_group not in here.groups:
-        here.groups.setdefault(process_group, Group(process_group))
-    here.groups[process_group].open()
-    return here.groups[process_group]
+    known = here.groups.get(process_group)
+    if known is None:
+        known = here.groups.setdefault(process_group, Group(process_group))
+    if not known.is_open:
+        known.open()
+    return known
 
 
 def check_group(group) -> None:
@@ -261,8 +268,8 @@ def own_group(group: Group | dist.ProcessGroup | None = None) -> Group:
     """
     group = group_of(group)
     process_group = group.messages.process_group()
-    if group.messages.device.type == "cuda":  # NCCL's messages have no tags
-        process_group = dist.new_group(group.ranks, backend="nccl")
+    if group.messages.has_nccl:  # whose messages have no tags
+        process_group = dist.new_group(group.ranks)
     own = Group(process_group, next(group.numbers))
     own.numbers = group.numbers
     if group.transport is not group.messages:

@@ -247,7 +247,9 @@ def test_a_rank_that_stops_in_the_middle_of_a_message_does_not_block_the_caller(
         launch(stop, 2, timeout=1)
 
 
-def test_what_the_system_refuses_is_told_and_the_next_launch_works(monkeypatch, capsys):
+def test_what_the_system_refuses_is_told_and_the_next_launch_works(
+    monkeypatch, capsys, tmp_path
+):
     words = "^the ranks cannot be started: "
     assert launch(max, 2) == [2, 2]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -275,6 +277,7 @@ def test_what_the_system_refuses_is_told_and_the_next_launch_works(monkeypatch, 
     [server] = launch(kill, 1, "server")
     wait_until(lambda: not alive(server))
     assert launch(max, 2) == [2, 2]
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a parent leaves its folder if killed
     with pytest.raises(RuntimeError, match=words + "their server has ended"):
         launch(lambda *args: print(os.getpid()) or kill(*args), 1, "parent")
     pid = int(capsys.readouterr().out.removeprefix("[rank 0] "))
