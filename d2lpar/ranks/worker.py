@@ -97,6 +97,7 @@ def be_parent(caller: Connection) -> None:
     except OSError as error:
         caller.send((None, "refused", str(error)))
     finally:
+        caller.close()  # the caller need not wait for this process to be taken apart
         os.killpg(0, signal.SIGKILL)
 
 

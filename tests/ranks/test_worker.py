@@ -13,7 +13,7 @@ def test_lines_come_whole_labelled_and_in_order(monkeypatch, capsys):
         for _ in range(50):
             for piece in (name, name, name, "\n"):
                 sys.stdout.write(piece)
-                time.sleep(0.001)
+                time.sleep(0)
 
     def print_in_pieces(rank, world_size):
         threads = [threading.Thread(target=write, args=(name,)) for name in "ab"]
