@@ -37,6 +37,8 @@ from ..schedules import (
 )
 from .transport import Group, MismatchError, group_of
 
+PLAN = 200  # letters of a plan at most: it has to fit into a note
+
 
 def allreduce(
     tensor: torch.Tensor,
@@ -147,7 +149,7 @@ def barrier(group=None, timeout: float | None = None) -> None:
 
 
 def agree(plan: str, group=None, timeout: float | None = None) -> None:
-    """Raise MismatchError on all ranks unless all of them have the same ``plan``."""
+    """Raise MismatchError on all ranks unless all have one ``plan``, of 180 letters."""
     with calling("agree", group, timeout) as call:
         call.agree(f"on {plan}")
 
@@ -210,6 +212,7 @@ class Call:
         """Compare plans; return the number that each member has for this rank."""
         self.has_asked, group = True, self.group
         plan = f"call {group.calls}: {self.name}, {what}"
+        plan = plan.encode("ascii", "replace")[:PLAN].decode().rstrip()
         mine = [f"{n} {plan}" for n in numbers or [0] * group.size]  # for each member
         notes = {i: mine[i] for i in group.others}
         theirs = group.tell(notes, group.others, self.deadline)

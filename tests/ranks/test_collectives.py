@@ -225,6 +225,15 @@ def test_every_rank_learns_of_a_difference_and_the_group_goes_on(rank, k, way):
 
 @both_ways
 @in_ranks(2)
+def test_long_plans_are_compared_as_far_as_a_note_goes(rank, k, way):
+    take(way)
+    ranks.agree("é" * 1000)
+    assert attempt(ranks.agree, f"{rank}" + "x" * 1000)[0] == "MismatchError"
+    ranks.barrier()
+
+
+@both_ways
+@in_ranks(2)
 def test_a_rank_that_receives_learns_that_another_call_was_made(rank, k, way):
     take(way)
     if rank:
