@@ -132,7 +132,7 @@ class DistributedPipeline(nn.Module):
         return torch.cat(stage.outputs) if self.is_last else None
 
     def _run(self, actions, stage, purpose, X, timeline=None) -> None:
-        """Make actions, and wait until all is sent; after an error the group is broken."""
+        """Make actions, and wait until all is sent; an error breaks the group."""
         if self.is_first and X is None:
             raise ValueError("the first rank needs the inputs X")
         X_parts = X.tensor_split(self.num_microbatches) if self.is_first else None
