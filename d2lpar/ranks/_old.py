@@ -210,7 +210,7 @@ def send_labelled(
     with group.alone(f"send of {label!r} to rank {dst}", "send"):
         note = f"send {kind_of(tensor)} {wants_gradient:d} {label}"
         group.tell({member: note}, [], deadline)
-        group.exchange([(member, sendable(tensor, group))], [], deadline)
+        group.exchange([(member, sendable(tensor, group).cpu())], [], deadline)
 
 
 def receive_labelled(

@@ -143,14 +143,16 @@ class Group:
             free = here.memory.free
             mine = {free.pop() for _ in range(len(free))}  # away from other threads
             notes = dict.fromkeys(self.others, " ".join(map(str, mine)))
-            notes = self.tell(notes, self.others, self.deadline(None))
-            common = mine.intersection(*[map(int, n.split()) for n in notes.values()])
-            if common:
-                place = min(common)
-                mine.remove(place)
-                self.transport = Lanes(here.memory, place, self.ranks, self.me)
-            free.update(mine)
-            self.is_open = True
+            try:
+                notes = self.tell(notes, self.others, self.deadline(None)).values()
+                common = mine.intersection(*[map(int, n.split()) for n in notes])
+                if common:
+                    place = min(common)
+                    mine.remove(place)
+                    self.transport = Lanes(here.memory, place, self.ranks, self.me)
+                self.is_open = True
+            finally:
+                free.update(mine)
 
     @contextmanager
     def alone(self, name: str, *directions: str) -> Iterator[None]:

@@ -61,6 +61,16 @@ def test_places_for_lanes_are_given_back(rank, k):
         ranks.barrier()
 
 
+@in_ranks(2)
+def test_a_group_that_could_not_be_opened_keeps_no_places(rank, k):
+    free = ranks.transport.here.memory.free
+    group, before = dist.new_group(), set(free)
+    if rank == 0:
+        ranks.transport.here.timeout = 0.3
+        assert attempt(ranks.barrier, group)[0] == "PeerError"
+        assert free == before
+
+
 # A rank does not do its part.
 
 
