@@ -42,7 +42,9 @@ def test_source_archive_and_wheel_have_the_module_which_works_elsewhere(tmp_path
     for name in TEXTS:
         shutil.copy(ROOT / name, tmp_path / "tree")
     with tarfile.open(build("sdist", tmp_path / "tree", tmp_path)) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.2, of Debian 12, has none
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(tmp_path / "unpacked")
     [source] = (tmp_path / "unpacked").iterdir()
     module = {p.relative_to(ROOT).as_posix() for p in (ROOT / "d2lpar").rglob("*.py")}
     module |= {"d2lpar/py.typed"}
