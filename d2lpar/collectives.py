@@ -137,7 +137,7 @@ def put_back(tensor: torch.Tensor, flat: torch.Tensor, op="sum", k: int = 1) -> 
 
 
 def check_data(data: Sequence[torch.Tensor], op="sum", rows: bool = False) -> None:
-    """Refuse what would lose a tensor; with ``rows``, lengths may differ."""
+    """Refuse tensors that do not go together; with ``rows``, lengths may differ."""
     if not isinstance(data, (list, tuple)) or not data:
         raise TypeError(f"data must be a list with a tensor per device, not {data!r}")
     places = {}

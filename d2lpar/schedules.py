@@ -8,7 +8,7 @@ what all of them cost.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Move(NamedTuple):
     reduce: bool
 
 
-Steps = list[list[Move]]
+Steps = Sequence[Sequence[Move]]
 Schedule = Callable[[int], Steps]
 
 
@@ -196,20 +196,20 @@ def can_be_one_step(sent: list[Move], written: list[Move], step: list[Move]) -> 
     """Tell whether a chunk may be sent and written by these moves of a step."""
     if not sent:
         return len(written) == 1 or all(m.reduce for m in written)
-    m = sent[0]
-    between = [move for move in step if {move.src, move.dst} == {m.src, m.dst}]
+    m = sent[0]  # else it must be exchanged, and nothing else between the two
     back = Move(m.dst, m.src, m.chunk, True)
+    between = [move for move in step if {move.src, move.dst} == {m.src, m.dst}]
     return m.reduce and [*sent, *written] == [m, back] and len(between) == 2
 
 
 @lru_cache(maxsize=128)
 def fingerprint(steps: Steps, k: int) -> str:
-    """Check steps, equal ones only once; return a few letters that tell them apart."""
+    """Check steps, in tuples; return a few letters that tell them from others."""
     check_steps(steps, k)
     return blake2b(repr(steps).encode(), digest_size=4).hexdigest()
 
 
-def checked_steps(schedule: Schedule, k: int) -> tuple[tuple[Move, ...], ...]:
+def checked_steps(schedule: Schedule, k: int) -> Steps:
     """Return the steps of a schedule once they are checked."""
     steps = tuple(map(tuple, schedule(k)))
     fingerprint(steps, k)
@@ -236,7 +236,7 @@ def holdings(steps: Steps, k: int) -> list[list[list[tuple[int, ...]]]]:
 
 
 def verify_allreduce(schedule: Schedule, k: int) -> None:
-    """Raise ValueError unless ``schedule(k)`` gives each every contribution once."""
+    """Raise ValueError unless all end with every contribution exactly once."""
     for r, held in enumerate(holdings(schedule(k), k)[-1]):
         for c, contributions in enumerate(held):
             if contributions != tuple(range(k)):

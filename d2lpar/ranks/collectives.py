@@ -31,6 +31,7 @@ from ..schedules import (
     fingerprint,
     halving_doubling,
     num_chunks,
+    power_of_two,
     recursive_doubling,
     ring,
     tree_broadcast,
@@ -57,7 +58,7 @@ def allreduce(
         flat, k = sendable(flatten(tensor), call.group), call.group.size
         schedule = schedule or choose(flat.nbytes, k)
         steps = checked_steps(schedule, k)
-        name = getattr(schedule, "__name__", "steps")
+        name = getattr(schedule, "__name__", "steps")[:60]
         call.agree(f"{op} of {kind_of(tensor)}, {name} ({fingerprint(steps, k)})")
         call.run(steps, flat, even_bounds(flat.numel(), num_chunks(steps)), op)
         put_back(tensor, flat, op, k)
@@ -107,13 +108,13 @@ def all_to_all(
     Parts may differ in length along dimension 0.
     """
     with calling("all_to_all", group, timeout) as call:
-        me, others, like = call.group.me, call.group.others, parts[0][:0]
-        for i, part in enumerate(parts):
-            check_tensor(part, f"parts[{i}]")
-        if {kind_of(part[:0]) for part in parts} != {kind_of(like)}:
-            raise ValueError(f"not all parts have rows like {kind_of(like)}")
         if len(parts) != call.group.size:
             raise ValueError(f"{len(parts)} parts for {call.group.size} ranks")
+        for i, part in enumerate(parts):
+            check_tensor(part, f"parts[{i}]")
+        me, others, like = call.group.me, call.group.others, parts[0][:0]
+        if {kind_of(part[:0]) for part in parts} != {kind_of(like)}:
+            raise ValueError(f"not all parts have rows like {kind_of(like)}")
         rows = call.agree(f"of rows like {kind_of(like)}", list(map(len, parts)))
         flats = [sendable(part, call.group) for part in parts]
         result = [flats[0].new_empty(n, *like.shape[1:]) for n in rows]
@@ -194,8 +195,9 @@ def choose(nbytes: int, k: int) -> Schedule:
     Short tensors need few messages in a row, long ones few bytes. Between two ranks
     both send as many bytes, and recursive doubling takes one step instead of two.
     """
-    is_short = k == 2 or nbytes <= 2**20
-    return recursive_doubling if is_short else halving_doubling
+    if k == 2 or nbytes <= 2**20:
+        return recursive_doubling
+    return halving_doubling if k == power_of_two(k) else ring
 
 
 # What all collectives have in common
@@ -212,7 +214,7 @@ class Call:
         """Compare plans; return the number that each member has for this rank."""
         self.has_asked, group = True, self.group
         plan = f"call {group.calls}: {self.name}, {what}"
-        plan = plan.encode("ascii", "replace")[:PLAN].decode().rstrip()
+        plan = plan.encode("ascii", "backslashreplace")[:PLAN].decode().rstrip()
         mine = [f"{n} {plan}" for n in numbers or [0] * group.size]  # for each member
         notes = {i: mine[i] for i in group.others}
         theirs = group.tell(notes, group.others, self.deadline)

@@ -6,7 +6,6 @@ tenth of a second from a server that has imported torch. Forks of the caller wou
 once it has used OpenMP. What runs beside the caller is in ``worker``.
 """
 
-import inspect
 import linecache
 import multiprocessing
 import operator
@@ -68,7 +67,7 @@ def launch(
     In a rank the default process group is ready (gloo, on this machine only), and RANK,
     LOCAL_RANK and WORLD_SIZE are set as by torchrun. The environment, the working
     directory, ``sys.path`` and torch's default dtype are the caller's; modules are
-    imported anew, and torch, Python and numpy draw numbers seeded with the rank. A rank
+    imported anew, and torch and Python draw numbers seeded with the rank. A rank
     works on copies, and has no keyboard. It may start processes. Once all ranks have
     returned, they and these are killed: close your files.
 
@@ -77,14 +76,14 @@ def launch(
     may take ``timeout`` seconds once started; torch has ``threads`` threads in each.
 
     Raises RankError if a rank raises, dies or is late, TypeError if fn or an argument
-    cannot be pickled, RuntimeError within a rank, or if none can be started.
+    cannot be pickled, RuntimeError if no rank can be started.
     """
     _check(fn, world_size, timeout)
     try:
         call = cloudpickle.dumps((fn, args))
     except Exception as error:
-        problem = f"{_culprit(fn, args)} cannot be sent to another process: {error}"
-        raise TypeError(problem) from None
+        what = f"{fn!r}, what it uses, or an argument"
+        raise TypeError(f"{what} cannot be sent to a rank: {error}") from None
     known = linecache.cache.copy().items()  # cells too, whose sources have no time
     sources = {name: entry for name, entry in known if len(entry) == 4 and not entry[1]}
     dtype, place = torch.get_default_dtype(), os.getcwd()
@@ -110,24 +109,6 @@ def _check(fn: Callable, world_size: int, timeout: float) -> None:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if not 0 < timeout <= 1e6:
         raise ValueError(f"timeout must be above 0, at most 1e6 seconds, got {timeout}")
-    process = multiprocessing.current_process()
-    if multiprocessing.parent_process() or process.name.startswith("d2lpar rank"):
-        raise RuntimeError("launch was called from a rank or a worker, not the caller")
-
-
-def _culprit(fn: Callable, args: tuple) -> str:
-    """Name what in a call cannot be pickled: "RLock object" alone helps no student."""
-    suspects = {f"argument {i}": value for i, value in enumerate(args)}
-    if inspect.isfunction(fn):
-        used = inspect.getclosurevars(fn)
-        for name, value in {**used.globals, **used.nonlocals}.items():
-            suspects[f"the function's {name!r}"] = value
-    for name, value in suspects.items():
-        try:
-            cloudpickle.dumps(value)
-        except Exception:
-            return f"{name} ({type(value).__name__})"
-    return f"the function {fn!r}"
 
 
 def _start(job: Job, stack: ExitStack) -> list[Connection]:
@@ -150,7 +131,6 @@ def _start(job: Job, stack: ExitStack) -> list[Connection]:
             ours.append(stack.enter_context(rank))
             with theirs:
                 send_handle(parent, theirs.fileno(), None)
-    stack.callback(_end, parent)
     return ours
 
 
@@ -165,14 +145,6 @@ def _server(caller: int) -> Connection:
         options = {"file_actions": [stdin], "setsid": True}
         os.posix_spawn(sys.executable, command, os.environ, **options)
     return ours
-
-
-def _end(parent: Connection) -> None:
-    """Have all ranks killed, and wait until they are gone."""
-    with suppress(EOFError, OSError):
-        parent.send(0)
-        while parent.poll(2):
-            parent.recv()
 
 
 def _gather(parent: Connection, ranks: list[Connection], timeout: float) -> dict:
@@ -210,12 +182,8 @@ def _error(outcomes: dict, timeout: float) -> RuntimeError:
     late = {r: o for r, o in sorted(outcomes.items()) if isinstance(o, str)}
     if failed:
         first = min(failed, key=lambda rank: failed[rank].order)
-        parts = [f"rank {first}: {failed[first].what}", failed[first].details]
-        errors = {r: f.details or f.what for r, f in failed.items()}
-        del failed[first]
-        names = [f"rank {r} ({f.what.split(':')[0]})" for r, f in failed.items()]
-        parts += [f"failed too: {', '.join(names)}"] if names else []
-        return RankError("\n\n".join(filter(None, parts)), first, errors)
+        errors = {r: f"{f.what}\n\n{f.details}".rstrip() for r, f in failed.items()}
+        return RankError(f"rank {first}: {errors[first]}", first, errors)
     if late:
         names = ", ".join(f"rank {r}" for r in late)
         finished = ", ".join(str(r) for r in sorted(outcomes) if r not in late)

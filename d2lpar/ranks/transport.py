@@ -7,21 +7,20 @@ between any machines, ``Lanes`` between the ranks of one ``launch``.
 
 import threading
 import time
-import weakref
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import count
+from types import SimpleNamespace
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 
 from ..collectives import write
 from ..devices import record_message
-from .lanes import Lanes, Memory, pieces_of
+from .lanes import Lanes, Memory
 
-PIECE_BYTES = 2**21  # of a message: one piece is reduced while the next one arrives
 NOTE_BYTES = 256  # of a note, always: so its receiver knows the length
 
 
@@ -49,7 +48,7 @@ class Messages:
     """
 
     def __init__(self, process_group: dist.ProcessGroup, number: int):
-        self.process_group = weakref.ref(process_group)  # or it would never be freed
+        self.process_group = ref(process_group)  # or it would never be freed
         self.ranks = dist.get_process_group_ranks(process_group)
         self.tag = 1 + number  # 0 is that of the caller's own dist.send
         self.has_nccl = "nccl" in dist.get_backend_config(process_group)
@@ -63,29 +62,22 @@ class Messages:
 
         Return the ranks that were late, and why.
         """
-        arriving, leaving, uses, late = [], [], [], {}
+        late, arriving = {}, []
         for src, part, op in receives:
-            for piece in pieces_of(part, PIECE_BYTES):
-                landing = piece if op is None else torch.empty_like(piece)
-                arriving.append((dist.irecv, landing, src))
-                uses.append((piece, op))
-        for dst, message in sends:
-            for piece in pieces_of(message, PIECE_BYTES):
-                leaving.append((dist.isend, piece, dst))
+            if part.numel():
+                landing = part if op is None else torch.empty_like(part)
+                arriving.append((src, landing, part, op))
         # Receives first: when a connection breaks, gloo does not wake a sender.
-        works = self.begin(arriving + leaving, late)
+        moves = [(dist.irecv, landing, src) for src, landing, *_ in arriving]
+        moves += [(dist.isend, m, dst) for dst, m in sends if m.numel()]
+        works = self.begin(moves, late)
         if late:
             return late
-        sending = defaultdict(list)  # of the address of each piece
-        for (_, piece, dst), work in zip(leaving, works[len(arriving) :]):
-            sending[piece.data_ptr()].append((work, dst))
-        for (_, landing, src), work, (piece, op) in zip(arriving, works, uses):
-            self.wait([(work, src)], deadline, late)
-            if op is not None and not late:  # what is sent, too, is sent before
-                self.wait(sending.pop(piece.data_ptr(), []), deadline, late)
-                write(piece, landing, op)
-        for waiting in sending.values():
-            self.wait(waiting, deadline, late)
+        for (_, _, peer), work in zip(moves, works):
+            self.wait(work, peer, deadline, late)
+        for _, landing, part, op in arriving if not late else ():
+            if op is not None:
+                write(part, landing, op)
         return late
 
     def begin(self, moves: list, late: dict) -> list[dist.Work]:
@@ -102,16 +94,15 @@ class Messages:
                 late[self.ranks[peer]] = str(error).splitlines()[0]
         return works
 
-    def wait(self, works: list, deadline: float, late: dict) -> None:
-        """Wait for (work, member); note in ``late`` who does not come, and why."""
-        for work, peer in works:
-            left = max(deadline - time.monotonic(), 0.01)
-            if late and left > 0.01:
-                return  # one is gone: there is no need to wait for others
-            try:
-                work.wait(timedelta(seconds=left))
-            except RuntimeError as error:
-                late[self.ranks[peer]] = str(error).splitlines()[0]
+    def wait(self, work: dist.Work, peer: int, deadline: float, late: dict) -> None:
+        """Wait for a message; note in ``late`` if a member does not come, and why."""
+        left = max(deadline - time.monotonic(), 0.01)
+        if late and left > 0.01:
+            return  # one is gone: there is no need to wait for others
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            late[self.ranks[peer]] = str(error).splitlines()[0]
 
 
 class Group:
@@ -128,31 +119,26 @@ class Group:
         self.calls, self.broken = 0, ""  # why it can no longer be used
         self.numbers = count(1)  # of the groups that own_group makes of it
         self.under_way = {"send": threading.Lock(), "receive": threading.Lock()}
-        self.opening, self.is_open = threading.Lock(), False
         self.mine = [bytearray(NOTE_BYTES) for _ in self.ranks]  # notes to each member
         self.theirs = [bytearray(NOTE_BYTES) for _ in self.ranks]
         self.sent = [torch.frombuffer(note, dtype=torch.uint8) for note in self.mine]
         self.taken = [torch.frombuffer(note, dtype=torch.uint8) for note in self.theirs]
 
-    def open(self) -> None:
-        """Take lanes in a place that is free on all ranks, if there is any."""
-        with self.opening:
-            if self.is_open or here.memory is None or self.size == 1:
-                self.is_open = True
-                return
-            free = here.memory.free
-            mine = {free.pop() for _ in range(len(free))}  # away from other threads
+    def take_lanes(self) -> None:
+        """Use lanes in a place that is free on all ranks, if there is any."""
+        if here.memory is None or self.size == 1:
+            return
+        free = here.memory.free
+        mine = {free.pop() for _ in range(len(free))}  # away from other threads
+        try:
             notes = dict.fromkeys(self.others, " ".join(map(str, mine)))
-            try:
-                notes = self.tell(notes, self.others, self.deadline(None)).values()
-                common = mine.intersection(*[map(int, n.split()) for n in notes])
-                if common:
-                    place = min(common)
-                    mine.remove(place)
-                    self.transport = Lanes(here.memory, place, self.ranks, self.me)
-                self.is_open = True
-            finally:
-                free.update(mine)
+            theirs = self.tell(notes, self.others, self.deadline(None)).values()
+            common = mine.intersection(*[map(int, note.split()) for note in theirs])
+            if common:
+                mine.remove(place := min(common))
+                self.transport = Lanes(here.memory, place, self.ranks, self.me)
+        finally:
+            free.update(mine)
 
     @contextmanager
     def alone(self, name: str, *directions: str) -> Iterator[None]:
@@ -160,19 +146,15 @@ class Group:
 
         One thread may send while another one receives.
         """
-        taken = []
-        try:
-            for direction in directions:
-                if not self.under_way[direction].acquire(blocking=False):
+        with ExitStack() as stack:
+            for lock in map(self.under_way.get, directions):
+                if not lock.acquire(blocking=False):
                     raise BusyError(
                         f"{name} was called while a call of another thread was under"
                         " way: give each thread its own group, by ranks.own_group()"
                     )
-                taken.append(direction)
+                stack.callback(lock.release)
             yield
-        finally:
-            for direction in taken:
-                self.under_way[direction].release()
 
     def deadline(self, timeout: float | None) -> float:
         """Return until when a call may take that begins now."""
@@ -218,16 +200,8 @@ class Group:
             raise
 
 
-class Here:
-    """What this process has for all of its groups."""
-
-    def __init__(self):
-        self.memory: Memory | None = None
-        self.timeout = 300.0  # seconds that a call may take if it does not say
-        self.groups = weakref.WeakKeyDictionary()  # process group: Group
-
-
-here = Here()
+# What this process has for all of its groups, and the seconds that a call may take
+here = SimpleNamespace(memory=None, timeout=300.0, groups=WeakKeyDictionary())
 
 
 def prepare(memory: Memory | None, timeout: float) -> None:
@@ -239,18 +213,16 @@ def prepare(memory: Memory | None, timeout: float) -> None:
 def group_of(group: Group | dist.ProcessGroup | None = None) -> Group:
     """Return what this rank knows of a group, by default of all ranks.
 
-    The first call in a group opens it, and must be made by all of its ranks.
+    The first call in a group must be made by all of its ranks: they look for lanes.
     """
     if isinstance(group, Group):
         return group
     check_group(group)
     process_group = group or dist.group.WORLD
-    known = here.groups.get(process_group)
-    if known is None:
-        known = here.groups.setdefault(process_group, Group(process_group))
-    if not known.is_open:
-        known.open()
-    return known
+    if process_group not in here.groups:
+        here.groups[process_group] = group = Group(process_group)
+        group.take_lanes()
+    return here.groups[process_group]
 
 
 def check_group(group) -> None:
@@ -275,7 +247,7 @@ def own_group(group: Group | dist.ProcessGroup | None = None) -> Group:
     own = Group(process_group, next(group.numbers))
     own.numbers = group.numbers
     if group.transport is not group.messages:
-        own.open()
+        own.take_lanes()
     return own
 
 

@@ -7,7 +7,6 @@ A *rank* calls the function, reports what became of it, and stays.
 
 import io
 import linecache
-import multiprocessing
 import os
 import pickle
 import random
@@ -208,16 +207,12 @@ class _Output(io.TextIOBase):
 
 def _join(rank: int, job: Job, store: str, memory: Memory | None) -> None:
     """Do what torchrun does, seed what draws numbers, and join the default group."""
-    multiprocessing.current_process().name = f"d2lpar rank {rank}"
     k = job.world_size
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": k, "LOCAL_WORLD_SIZE": k}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     torch.set_num_threads(job.threads)
-    # copies of one server, they would all draw the same numbers
-    torch.manual_seed(rank)
+    torch.manual_seed(rank)  # or all would draw what their server would
     random.seed(rank)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(rank)
     file = dist.FileStore(store, k)  # opens no port
     limit = timedelta(seconds=job.timeout + 10)  # beyond the caller's, which tells more
     dist.init_process_group("gloo", None, limit, k, rank, file)
@@ -226,12 +221,10 @@ def _join(rank: int, job: Job, store: str, memory: Memory | None) -> None:
 
 def _pickled(result: Any) -> bytes:
     try:
-        data = cloudpickle.dumps(result)
-        pickle.loads(data)  # as the caller will
+        return cloudpickle.dumps(result)
     except Exception as error:
-        name = f"the result ({type(result).__name__})"
-        raise TypeError(f"{name} cannot be sent to the caller: {error}") from None
-    return data
+        kind = type(result).__name__
+        raise TypeError(f"cannot return a {kind} to the caller: {error}") from None
 
 
 def _failure(error: BaseException) -> Failure:

@@ -187,7 +187,7 @@ MISMATCHES = [
     ("broadcast(t)", "broadcast(t, 9)", "from", "ValueError: src is 9, but the group"),
     ("allreduce(t)", "allreduce(t, swap)", "sum", "while it is overwritten"),
     ("barrier()", "allreduce(t.requires_grad_())", "barrier", "requires gradients"),
-    ("all_to_all([t] * k)", "all_to_all([t])", "of rows", "1 parts for"),
+    ("all_to_all([t] * k)", "all_to_all([])", "of rows", "0 parts for"),
 ]
 
 
@@ -228,7 +228,11 @@ def test_every_rank_learns_of_a_difference_and_the_group_goes_on(rank, k, way):
 def test_long_plans_are_compared_as_far_as_a_note_goes(rank, k, way):
     take(way)
     ranks.agree("é" * 1000)
-    assert attempt(ranks.agree, f"{rank}" + "x" * 1000)[0] == "MismatchError"
+    for plan in (f"{rank}" + "x" * 1000, "éü"[rank]):
+        assert attempt(ranks.agree, plan)[0] == "MismatchError"
+    schedule = partial(ring) if rank else partial(star)
+    schedule.__name__ = "x" * 1000
+    assert attempt(ranks.allreduce, torch.ones(3), schedule)[0] == "MismatchError"
     ranks.barrier()
 
 
@@ -326,3 +330,4 @@ def test_the_ledger_holds_what_this_rank_sent(way):
 def test_short_tensors_need_few_messages_and_long_ones_few_bytes():
     assert ranks.choose(4, 4) is recursive_doubling is ranks.choose(2**24, 2)
     assert ranks.choose(2**24, 4) is halving_doubling
+    assert ranks.choose(2**24, 6) is ring

@@ -12,11 +12,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from pathlib import Path
 
-import numpy
 import psutil
 import pytest
 import torch
@@ -65,7 +63,7 @@ def test_surroundings_are_those_of_the_call_not_of_the_first_one(tmp_path, monke
     def surroundings(rank, world_size):
         names = "NEW", "GONE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
         values = [os.environ.get(name) for name in names]
-        drawn = torch.rand(1).item(), random.random(), numpy.random.rand()
+        drawn = torch.rand(1).item(), random.random()
         kind = torch.ones(1).dtype, torch.get_num_threads()
         place = os.getcwd(), tempfile.gettempdir(), sys.path, sys.argv
         return values, drawn, kind, place, psutil.Process().parent().ppid()
@@ -114,13 +112,6 @@ def generator():
     yield
 
 
-LOCK = threading.Lock()
-
-
-def uses_a_lock(rank, world_size):
-    return LOCK
-
-
 @pytest.mark.parametrize(
     "words, error, timeout, args",
     [
@@ -129,9 +120,7 @@ def uses_a_lock(rank, world_size):
         ("at most 1e6 seconds, got inf", ValueError, float("inf"), (abs, 1)),
         ("timeout must be above 0.*, got 0", ValueError, 0, (abs, 1)),
         (r"got 3; write launch\(f, 2\), not launch\(f\(\)\)", TypeError, 1, (3, 2)),
-        (r"^argument 0 \(generator\) cannot", TypeError, 1, (abs, 1, generator())),
-        ("^the function <.*> cannot be sent", TypeError, 1, (generator().send, 1)),
-        (r"^the function's 'LOCK' \(lock\) cannot", TypeError, 1, (uses_a_lock, 1)),
+        ("^<.* abs>.* cannot be sent.*generator", TypeError, 1, (abs, 1, generator())),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
@@ -149,31 +138,18 @@ def chained():
         raise OSError("no file") from error
 
 
-def launch_in_a_pool():
-    with multiprocessing.Pool(1) as pool:
-        pool.apply(launch, (print, 2))
-
-
-class TwoArguments(Exception):
-    def __init__(self, words, more):
-        super().__init__(words)
-
-
 @pytest.mark.parametrize(
     "deed, words",
     [
         (chained, r"OSError: no file\n(.*\n)*.*{}\[\"a\"\](.*\n)*KeyError: 'a'"),
         (lambda: launch(), "TypeError: launch.. missing 2 required"),
-        (lambda: launch(abs, 1), "RuntimeError: launch was called from a rank"),
-        (launch_in_a_pool, "RuntimeError: launch was called from a rank"),
         (lambda: exec("x ="), "SyntaxError: invalid syntax"),
         (
             lambda: sys.exit(4),
             r"SystemExit: 4\n\nTraceback .*\n  File .*, in one_fails",
         ),
         (input, "EOFError"),
-        (generator, r"TypeError: the result \(generator\) cannot be sent"),
-        (lambda: TwoArguments("a", "b"), r"TypeError: the result \(TwoArguments\) "),
+        (generator, "TypeError: cannot return a generator to the caller"),
         (lambda: os._exit(3), r"died before it had finished \(exit code 3\)"),
         (lambda: ctypes.string_at(0), "died .*SIGSEGV"),
     ],
@@ -190,10 +166,10 @@ def test_the_rank_that_failed_is_named_not_one_that_misses_it(
         return deed()
 
     monkeypatch.setattr(launcher, "GRACE", LIMIT)
-    words = rf"^rank 1: {words}(.*\n)*\nfailed too: rank 0 \(PeerError\)$"
-    with pytest.raises(RankError, match=words) as caught:
+    with pytest.raises(RankError, match=f"^rank 1: {words}") as caught:
         launch(one_fails, 2)
     assert caught.value.rank == 1 and sorted(caught.value.errors) == [0, 1]
+    assert caught.value.errors[0].startswith("PeerError: rank 1 is gone\n")
     lines = [f"[rank 1] {number}" for number in range(100)]  # its last words, too
     assert capsys.readouterr().out.splitlines() == lines
 
@@ -234,19 +210,6 @@ def test_ranks_that_do_not_finish_are_named_with_the_place_where_each_stands(cap
     assert capsys.readouterr().out.count("half a line\n") == 3
 
 
-def test_a_rank_that_stops_in_the_middle_of_a_message_does_not_block_the_caller():
-    def stop(rank, world_size):
-        def send_a_part(connection, message):
-            os.write(connection.fileno(), message[:2])
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-        if rank == 1:
-            multiprocessing.connection.Connection._send = send_a_part
-
-    with pytest.raises(RankError, match=r"^rank 1 did not .* 1 s \(finished: 0\)"):
-        launch(stop, 2, timeout=1)
-
-
 def test_what_the_system_refuses_is_told_and_the_next_launch_works(
     monkeypatch, capsys, tmp_path
 ):
@@ -264,8 +227,6 @@ def test_what_the_system_refuses_is_told_and_the_next_launch_works(
     assert psutil.Process().num_fds() == before
     with monkeypatch.context() as patched:
         patched.setattr(os, "getcwd", lambda: "/no/such/folder")  # as if it were gone
-        send = launcher.send_handle  # late: then the parent has died already
-        patched.setattr(launcher, "send_handle", lambda *a: time.sleep(0.1) or send(*a))
         with pytest.raises(RuntimeError, match=words + ".*/no/such/folder"):
             launch(max, 2)
 
@@ -452,11 +413,11 @@ def test_interrupting_or_killing_the_caller_leaves_nothing():
             threading.Timer(seconds, os.killpg, (0, signal.SIGINT)).start()
             launch(hang, 3, timeout=1000)
         except KeyboardInterrupt:
-            [server] = psutil.Process().children()
-            left = server.children(recursive=True)  # a parent may be about to go
-            assert seconds < 0.5 or len(left) <= 1
             assert launch(lambda rank, world_size: rank, 2) == [0, 1]
             print("interrupted", flush=True)
+    [server] = psutil.Process().children()
+    while server.children():  # parents that are about to go
+        time.sleep(0.01)
     print("left", os.listdir(os.environ["TMPDIR"]), flush=True)
     launch(hang, 3, timeout=1000)
     """
@@ -532,7 +493,8 @@ def test_cells_in_a_kernel_that_is_interrupted_and_killed(tmp_path, monkeypatch)
         hanging = pieces("launch(stuck, 2, 1000)")
         pids = pids_of(hanging)
         kernel.interrupt_kernel()
-        assert list(hanging)[-1] == "KeyboardInterrupt" and not alive(*pids)
+        assert list(hanging)[-1] == "KeyboardInterrupt"
+        wait_until(lambda: not alive(*pids))
         assert "".join(pieces("launch(add_up, 2)")).endswith("[3, 3]")
         pids = pids_of(pieces("launch(stuck, 2, 1000)"))
         children = psutil.Process(kernel.provisioner.pid).children(recursive=True)

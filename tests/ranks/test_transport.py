@@ -178,13 +178,3 @@ def test_one_thread_may_send_while_another_receives(rank, k, way):
     ranks.send(torch.zeros(3), 1 - rank)
     thread.join()
     assert received[0].tolist() == [0.0] * 3
-
-
-@in_ranks(2)
-def test_two_threads_that_begin_a_group_have_one_transport(rank, k):
-    group, both = dist.new_group(), threading.Barrier(2)
-    with ThreadPoolExecutor(2) as executor:
-        first, second = executor.map(
-            lambda _: (both.wait(), ranks.group_of(group).transport)[1], range(2)
-        )
-    assert first is second and type(first).__name__ == "Lanes"
