@@ -101,7 +101,8 @@ def curves(
         for name, (xs, ys) in own.items():
             subject, comma, _ = name.partition(",")
             style = {"color": colours[subject], "markevery": 1 + len(xs) // 13}
-            ax.plot(xs, ys, next(dash[subject]) if comma else "o-", label=name, **style)
+            style["label"] = name.removeprefix(f"{panel}, ")
+            ax.plot(xs, ys, next(dash[subject]) if comma else "o-", **style)
             ends = [quantity(ys[i], units.get("y_unit")) for i in (0, -1)]
             words.append(f"{panel}: {name} from {' to '.join(ends)}".strip(": "))
         ax.set(title=panel, ylabel=y_label)
@@ -180,7 +181,8 @@ def schedule(function, k: int, title: str = "") -> Picture:
     Beside each device, a column is a chunk that it holds, a row in it a contribution, a
     frame the whole sum, a number a chunk that has just come. What is copied is dashed.
     """
-    steps, columns = function(k), 4 if k < 6 else 3
+    steps = function(k)
+    columns = 3 if k > 5 or len(steps) == 4 else 4
     states, n, far = holdings(steps, k), num_chunks(steps), 2 if k == 4 else 2.3
     angles = np.pi / 2 - 2 * np.pi * (np.arange(k) - 0.5) / k
     places = np.stack([np.cos(angles), np.sin(angles)], axis=1).round(6)

@@ -91,6 +91,9 @@ def test_measured_is_solid_predicted_dashed_and_a_schedule_has_one_colour():
     assert above.get_ylim() == below.get_ylim() and words(below) == ["ring"]
     assert words(above) == list(lines)  # at places that differ
     assert len({round(text.get_position()[1], 2) for text in above.texts}) == 3
+    lines.pop("other")
+    [ring] = plot.curves({"ring": lines}, "bytes", "time").axes
+    assert words(ring) == ["ring", "predicted"]  # its title says whose
 
 
 def test_a_timeline_has_each_span_at_its_time_and_none_too_thin_to_be_seen():
