@@ -71,6 +71,21 @@ def test_a_group_that_could_not_be_opened_keeps_no_places(rank, k):
         assert free == before
 
 
+@in_ranks(2)
+def test_a_chunk_that_is_exchanged_is_sent_before_it_is_written(rank, k):
+    ranks.use_messages()
+    group, tensor = ranks.group_of(), torch.full((1000,), rank + 1.0)
+    if rank == 0:
+        group.exchange([(1, tensor)], [(1, tensor, "sum")], group.deadline(None))
+        assert tensor.unique().tolist() == [3]
+    else:
+        tag, theirs = group.messages.tag, torch.empty(1000)
+        dist.send(tensor, 0, tag=tag)  # it has come when ours is taken
+        time.sleep(0.2)
+        dist.recv(theirs, 0, tag=tag)
+        assert theirs.unique().tolist() == [1]
+
+
 # A rank does not do its part.
 
 
