@@ -31,8 +31,9 @@ def allreduce(
 ) -> None:
     """Reduce in place: then each tensor of ``data`` holds the reduction of all.
 
-    ``op`` is "sum", "mean", "max" or "min". A sum has the same bits on all devices and
-    in every run. Floats of 16 bits are sent and added as float32, and rounded once.
+    ``op`` is "sum", "mean", "max" or "min". With the book's schedules, a sum has the
+    same bits on all devices and in every run. Floats of 16 bits are sent and added as
+    float32, and rounded once.
     """
     check_data(data, op)
     steps = checked_steps(schedule, len(data))
@@ -162,6 +163,8 @@ def check_tensor(tensor: torch.Tensor, name: str, op: str = "sum") -> None:
         raise ValueError(f"op is {op!r}, which is none of {', '.join(OPS)}")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"the mean of {kind_of(tensor)} is not whole: take the sum")
+    if op in ("max", "min") and tensor.is_complex():
+        raise ValueError(f"{name} is complex: its numbers have no order, so no {op}")
 
 
 def kind_of(tensor: torch.Tensor) -> str:

@@ -100,7 +100,7 @@ def curves(
         dash = {subject: cycle(["--", ":", "-."]) for subject in subjects}
         for name, (xs, ys) in own.items():
             subject, comma, _ = name.partition(",")
-            style = {"color": colours[subject], "markevery": 1 + len(xs) // 13}
+            style = {"color": colours[subject], "markevery": 1 + len(xs) // 17}
             style["label"] = name.removeprefix(f"{panel}, ")
             ax.plot(xs, ys, next(dash[subject]) if comma else "o-", **style)
             ends = [quantity(ys[i], units.get("y_unit")) for i in (0, -1)]

@@ -237,6 +237,7 @@ REFUSED = [
         ValueError,
         r"the mean of int32 \[3\] is not whole",
     ),
+    ([partial(allreduce, op="min")], [ONES * 1j], ValueError, "have no order, so no m"),
     ([partial(broadcast, src=2)], TWO, ValueError, "src is 2, but the .* are 0 to 1"),
     ([all_gather], [EYE, torch.ones(2, 3)], ValueError, r"2\], but .* 3\]"),
 ]

@@ -208,7 +208,7 @@ def send_labelled(
     check_tensor(tensor, "the tensor")
     member, deadline = group.member(dst), group.deadline(timeout)
     with group.alone(f"send of {label!r} to rank {dst}", "send"):
-        note = f"send {kind_of(tensor)} {wants_gradient:d} {label}"
+        note = f"0 send {kind_of(tensor)} {wants_gradient:d} {label}"
         group.tell({member: note}, [], deadline)
         group.exchange([(member, sendable(tensor, group).cpu())], [], deadline)
 
@@ -220,11 +220,11 @@ def receive_labelled(
     group = group_of(group)
     member, deadline = group.member(src), group.deadline(timeout)
     with group.alone(f"receive of {label!r} from rank {src}", "receive"):
-        note = group.tell({}, [member], deadline)[member]
-        if not note.startswith("send "):
-            group.broken = f"{label!r} was expected, but rank {src} says: {note}"
+        _, plan = group.tell({}, [member], deadline)[member].split(" ", 1)
+        if not plan.startswith("send "):
+            group.broken = f"{label!r} was expected, but rank {src} says: {plan}"
             raise MismatchError(group.broken)
-        kind, _, rest = note.removeprefix("send ").partition("]")
+        kind, _, rest = plan.removeprefix("send ").partition("]")
         dtype, _, shape = kind.partition(" ")
         wants_gradient, found = rest.split(maxsplit=1)
         tensor = torch.empty(json.loads(shape + "]"), dtype=getattr(torch, dtype))

@@ -9,7 +9,7 @@ file. Source of the comparison: torch's ProcessGroupWrapper.
 ``timeout``, in seconds, is for the whole call. Every call may raise
 
 - MismatchError, on all ranks, if their plans differ, or only some of them can do it.
-  Nothing has been sent, and the group can still be used.
+  Nothing has been sent, and the group can still be used (unless one sent by ``send``).
 - PeerError, if a rank did not call or answer in time, or is gone. The group can no
   longer be used.
 - BusyError, if a call of another thread is under way in the group.
@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from zlib import crc32
 
 import torch
 
@@ -38,7 +39,7 @@ from ..schedules import (
 )
 from .transport import Group, MismatchError, group_of
 
-PLAN = 200  # letters of a plan at most: it has to fit into a note
+PLAN = 200  # letters of a plan at most: with its number it has to fit into a note
 
 
 def allreduce(
@@ -50,15 +51,15 @@ def allreduce(
 ) -> None:
     """Reduce in place: then ``tensor`` holds, on every rank, the reduction of all.
 
-    ``schedule`` is a function such as ``ring``; None: what ``choose`` returns. A sum
-    has the same bits on all ranks and in every run.
+    ``schedule`` is a function such as ``ring``; None: what ``choose`` returns. With the
+    book's, a sum has the same bits on all ranks and in every run.
     """
     with calling("allreduce", group, timeout) as call:
         check_tensor(tensor, "the tensor", op)
         flat, k = sendable(flatten(tensor), call.group), call.group.size
         schedule = schedule or choose(flat.nbytes, k)
         steps = checked_steps(schedule, k)
-        name = getattr(schedule, "__name__", "steps")[:60]
+        name = getattr(schedule, "__name__", "steps")
         call.agree(f"{op} of {kind_of(tensor)}, {name} ({fingerprint(steps, k)})")
         call.run(steps, flat, even_bounds(flat.numel(), num_chunks(steps)), op)
         put_back(tensor, flat, op, k)
@@ -150,7 +151,7 @@ def barrier(group=None, timeout: float | None = None) -> None:
 
 
 def agree(plan: str, group=None, timeout: float | None = None) -> None:
-    """Raise MismatchError on all ranks unless all have one ``plan``, of 180 letters."""
+    """Raise MismatchError on all ranks unless all have the same ``plan``, any text."""
     with calling("agree", group, timeout) as call:
         call.agree(f"on {plan}")
 
@@ -167,7 +168,7 @@ def send(
     group = group_of(group)
     member, deadline = group.member(dst), group.deadline(timeout)
     with group.alone(f"send to rank {dst}", "send"):
-        group.tell({member: f"send {kind_of(tensor)}"}, [], deadline)
+        group.tell({member: f"0 send {kind_of(tensor)}"}, [], deadline)
         group.exchange([(member, sendable(tensor, group).cpu())], [], deadline)
 
 
@@ -179,11 +180,11 @@ def receive(src: int, group=None, timeout: float | None = None) -> torch.Tensor:
     group = group_of(group)
     member, deadline = group.member(src), group.deadline(timeout)
     with group.alone(f"receive from rank {src}", "receive"):
-        note = group.tell({}, [member], deadline)[member]
-        if not note.startswith("send "):
-            group.broken = f"rank {src} does not send a tensor, it says: {note}"
+        _, plan = group.tell({}, [member], deadline)[member].split(" ", 1)
+        if not plan.startswith("send "):
+            group.broken = f"rank {src} does not send a tensor, it says: {plan}"
             raise MismatchError(group.broken)
-        _, dtype, shape = note.split(" ", 2)
+        _, dtype, shape = plan.split(" ", 2)
         tensor = torch.empty(json.loads(shape), dtype=getattr(torch, dtype))
         group.exchange([], [(member, tensor.view(-1), None)], deadline)
         return tensor
@@ -206,15 +207,16 @@ def choose(nbytes: int, k: int) -> Schedule:
 class Call:
     """A rank's call of a collective: it compares plans, then makes its own moves."""
 
-    def __init__(self, name: str, group: Group, deadline: float):
-        self.name, self.group, self.deadline = name, group, deadline
+    def __init__(self, name: str, group: Group):
+        self.name, self.group, self.deadline = name, group, group.deadline(None)
         self.has_asked = False  # whether the others know of this call
 
     def agree(self, what: str, numbers: list[int] | None = None) -> list[int]:
         """Compare plans; return the number that each member has for this rank."""
         self.has_asked, group = True, self.group
         plan = f"call {group.calls}: {self.name}, {what}"
-        plan = plan.encode("ascii", "backslashreplace")[:PLAN].decode().rstrip()
+        if len(plan := ascii(plan)[1:-1]) > PLAN:
+            plan = f"{plan[: PLAN - 9]} {crc32(plan.encode()):08x}"
         mine = [f"{n} {plan}" for n in numbers or [0] * group.size]  # for each member
         notes = {i: mine[i] for i in group.others}
         theirs = group.tell(notes, group.others, self.deadline)
@@ -224,6 +226,8 @@ class Call:
             lines = ["the ranks are about to do different things"]
             for rank, (_, text) in zip(group.ranks, pairs):
                 lines.append(f"rank {rank}, {text}")
+                if text.startswith("send "):
+                    group.broken = f"rank {rank} sent a tensor that nobody received"
             raise MismatchError("\n".join(lines))
         return [int(number) for number, _ in pairs]
 
@@ -251,8 +255,9 @@ def calling(name: str, group, timeout: float | None) -> Iterator[Call]:
     group = group_of(group)
     with group.alone(name, "send", "receive"):
         group.calls += 1
-        call = Call(name, group, group.deadline(timeout))
+        call = Call(name, group)
         try:
+            call.deadline = group.deadline(timeout)
             yield call
         except Exception as error:
             if not call.has_asked:

@@ -183,6 +183,8 @@ MISMATCHES = [
     # what only one rank cannot do
     ("allreduce(t)", "allreduce(t, op='avg')", "sum", "ValueError: op is 'avg'"),
     ("barrier()", "allreduce(t.int(), op='mean')", "barrier", "the mean of int32"),
+    ("barrier()", "allreduce(t * 1j, op='max')", "barrier", "have no order"),
+    ("barrier()", "barrier(timeout=0)", "no data", "ValueError: timeout must be"),
     ("allreduce(t)", "allreduce([1.0])", "sum", "TypeError: the tensor is a list"),
     ("broadcast(t)", "broadcast(t, 9)", "from", "ValueError: src is 9, but the group"),
     ("allreduce(t)", "allreduce(t, swap)", "sum", "while it is overwritten"),
@@ -228,7 +230,7 @@ def test_every_rank_learns_of_a_difference_and_the_group_goes_on(rank, k, way):
 def test_long_plans_are_compared_as_far_as_a_note_goes(rank, k, way):
     take(way)
     ranks.agree("é" * 1000)
-    for plan in (f"{rank}" + "x" * 1000, "éü"[rank]):
+    for plan in (f"{rank}" + "x" * 1000, "x" * 1000 + f"{rank}", "éü"[rank]):
         assert attempt(ranks.agree, plan)[0] == "MismatchError"
     schedule = partial(ring) if rank else partial(star)
     schedule.__name__ = "x" * 1000
@@ -247,6 +249,21 @@ def test_a_rank_that_receives_learns_that_another_call_was_made(rank, k, way):
         assert kind == "PeerError" and "no longer be used since: rank 0" in text
     else:
         assert attempt(ranks.allreduce, torch.ones(3), timeout=0.5)[0] == "PeerError"
+
+
+@both_ways
+@in_ranks(3)
+def test_no_call_takes_a_tensor_that_was_sent_for_a_sum(rank, k, way):
+    take(way)
+    if rank == 1:
+        attempt(ranks.send, torch.ones(3), 0, timeout=1)
+    else:
+        kind, text, *_ = attempt(ranks.allreduce, torch.ones(3), timeout=1)
+        assert kind in ("MismatchError", "PeerError")
+        if rank == 0 and way == "lanes":  # gloo's sends wait to be received
+            assert "rank 1, send float32 [3]" in text
+    kind, text, *_ = attempt(ranks.allreduce, torch.ones(3), timeout=1)
+    assert kind == "PeerError", (kind, text)
 
 
 def test_torch_is_silently_wrong_about_a_dtype_and_an_op():
