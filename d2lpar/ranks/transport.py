@@ -8,7 +8,7 @@ between any machines, ``Lanes`` between the ranks of one ``launch``.
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from types import SimpleNamespace
@@ -146,15 +146,18 @@ class Group:
 
         One thread may send while another one receives.
         """
-        with ExitStack() as stack:
-            for lock in map(self.under_way.get, directions):
-                if not lock.acquire(blocking=False):
-                    raise BusyError(
-                        f"{name} was called while a call of another thread was under"
-                        " way: give each thread its own group, by ranks.own_group()"
-                    )
-                stack.callback(lock.release)
+        locks = [self.under_way[direction] for direction in directions]
+        taken = [lock for lock in locks if lock.acquire(blocking=False)]
+        try:
+            if len(taken) < len(locks):
+                raise BusyError(
+                    f"{name} was called while a call of another thread was under way:"
+                    " give each thread its own group, by ranks.own_group()"
+                )
             yield
+        finally:
+            for lock in taken:
+                lock.release()
 
     def deadline(self, timeout: float | None) -> float:
         """Return until when a call may take that begins now."""
