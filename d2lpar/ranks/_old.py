@@ -207,10 +207,11 @@ def send_labelled(
     group = group_of(group)
     check_tensor(tensor, "the tensor")
     member, deadline = group.member(dst), group.deadline(timeout)
+    flat = sendable(tensor, group).cpu()
     with group.alone(f"send of {label!r} to rank {dst}", "send"):
         note = f"0 send {kind_of(tensor)} {wants_gradient:d} {label}"
         group.tell({member: note}, [], deadline)
-        group.exchange([(member, sendable(tensor, group).cpu())], [], deadline)
+        group.exchange([(member, flat)], [], deadline)
 
 
 def receive_labelled(

@@ -9,7 +9,8 @@ file. Source of the comparison: torch's ProcessGroupWrapper.
 ``timeout``, in seconds, is for the whole call. Every call may raise
 
 - MismatchError, on all ranks, if their plans differ, or only some of them can do it.
-  Nothing has been sent, and the group can still be used (unless one sent by ``send``).
+  Nothing has been sent, and the group can still be used. If one of the calls is
+  ``send`` or ``receive``, it cannot, and some ranks may get a PeerError.
 - PeerError, if a rank did not call or answer in time, or is gone. The group can no
   longer be used.
 - BusyError, if a call of another thread is under way in the group.
@@ -116,8 +117,8 @@ def all_to_all(
         me, others, like = call.group.me, call.group.others, parts[0][:0]
         if {kind_of(part[:0]) for part in parts} != {kind_of(like)}:
             raise ValueError(f"not all parts have rows like {kind_of(like)}")
-        rows = call.agree(f"of rows like {kind_of(like)}", list(map(len, parts)))
         flats = [sendable(part, call.group) for part in parts]
+        rows = call.agree(f"of rows like {kind_of(like)}", list(map(len, parts)))
         result = [flats[0].new_empty(n, *like.shape[1:]) for n in rows]
         result[me].view(-1).copy_(flats[me])
         sends = [(i, flats[i]) for i in others]
@@ -167,9 +168,10 @@ def send(
     check_tensor(tensor, "the tensor")
     group = group_of(group)
     member, deadline = group.member(dst), group.deadline(timeout)
+    flat = sendable(tensor, group).cpu()
     with group.alone(f"send to rank {dst}", "send"):
         group.tell({member: f"0 send {kind_of(tensor)}"}, [], deadline)
-        group.exchange([(member, sendable(tensor, group).cpu())], [], deadline)
+        group.exchange([(member, flat)], [], deadline)
 
 
 def receive(src: int, group=None, timeout: float | None = None) -> torch.Tensor:
@@ -260,8 +262,11 @@ def calling(name: str, group, timeout: float | None) -> Iterator[Call]:
             call.deadline = group.deadline(timeout)
             yield call
         except Exception as error:
+            text = f"{type(error).__name__}: {error}"
             if not call.has_asked:
-                call.agree(f"{type(error).__name__}: {error}")
+                call.agree(text)
+            elif not isinstance(error, MismatchError):
+                group.broken = group.broken or text  # the others go on without us
             raise
 
 

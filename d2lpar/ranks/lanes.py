@@ -40,6 +40,21 @@ class Memory:
         semaphore = multiprocessing.get_context("fork").Semaphore
         self.semaphores = [(semaphore(SLOTS), semaphore(0)) for _ in range(lanes)]
 
+    def number(self, place: int, src: int, dst: int) -> int:
+        """Return which of all lanes leads from ``src`` to ``dst``."""
+        return (place * self.world_size + src) * self.world_size + dst
+
+    def is_empty(self, place: int, me: int) -> bool:
+        """Tell whether all that rank ``me`` has sent in a place has been taken."""
+        num_free = 0
+        for dst in range(self.world_size):
+            free, _ = self.semaphores[self.number(place, me, dst)]
+            slots = [free for _ in range(SLOTS) if free.acquire(False)]
+            for slot in slots:
+                slot.release()
+            num_free += len(slots)
+        return num_free == self.world_size * SLOTS
+
     @classmethod
     def create(cls, world_size: int) -> "Memory | None":
         """Return a memory; None for one rank, for many, or if the system refuses."""
@@ -53,7 +68,7 @@ class Lane:
     """One rank's end of a lane: its slots in turn, what it awaits and announces."""
 
     def __init__(self, memory: Memory, place: int, src: int, dst: int, sends: bool):
-        number = (place * memory.world_size + src) * memory.world_size + dst
+        number = memory.number(place, src, dst)
         self.slots = [(number * SLOTS + i) * SLOT_BYTES for i in range(SLOTS)]
         free, full = memory.semaphores[number]
         self.peer, self.sends = dst if sends else src, sends
@@ -79,7 +94,7 @@ class Lanes:
     """A rank's ends of the lanes to and from the other ranks of a group."""
 
     def __init__(self, memory: Memory, place: int, ranks: Sequence[int], me: int):
-        self.memory, self.place, self.is_clean = memory, place, True
+        self.memory, self.place = memory, place
         others = {i: rank for i, rank in enumerate(ranks) if i != me}
         self.outgoing, self.incoming = {}, {}
         for i, rank in others.items():
@@ -97,8 +112,7 @@ class Lanes:
         return torch.device("cpu")
 
     def __del__(self):
-        if self.is_clean:  # else messages may still be under way
-            self.memory.free.add(self.place)
+        self.memory.free.add(self.place)
 
     def exchange(self, sends: list, receives: list, deadline: float) -> dict[int, str]:
         """Make a step's moves: sends (member, tensor), receives (member, part, op).
@@ -106,7 +120,7 @@ class Lanes:
         Return the ranks that were late, and why. In each round everyone puts a piece
         into its lanes before it takes one from them, so that no circle of ranks waits.
         """
-        self.is_clean, late, pieces = False, {}, defaultdict(list)
+        late, pieces = {}, defaultdict(list)
         for dst, message in sends:
             for piece in pieces_of(message, SLOT_BYTES):
                 pieces[self.outgoing[dst]].append((piece, None))
@@ -126,8 +140,7 @@ class Lanes:
                     write(piece, slot, op)
                 lane.release()
             if late:
-                return late
-        self.is_clean = True
+                break
         return late
 
 

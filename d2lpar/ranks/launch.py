@@ -54,7 +54,7 @@ class RankError(RuntimeError):
     has the traceback of each that failed, and the place of each that did not finish.
     """
 
-    def __init__(self, message: str, rank: int, errors: dict[int, str]):
+    def __init__(self, message: str, rank: int = 0, errors: dict | None = None):
         super().__init__(message)
         self.rank, self.errors = rank, errors
 

@@ -128,12 +128,13 @@ class Group:
         """Use lanes in a place that is free on all ranks, if there is any."""
         if here.memory is None or self.size == 1:
             return
-        free = here.memory.free
+        free, me = here.memory.free, self.ranks[self.me]
         mine = {free.pop() for _ in range(len(free))}  # away from other threads
         try:
-            notes = dict.fromkeys(self.others, " ".join(map(str, mine)))
+            offer = {place for place in mine if here.memory.is_empty(place, me)}
+            notes = dict.fromkeys(self.others, " ".join(map(str, offer)))
             theirs = self.tell(notes, self.others, self.deadline(None)).values()
-            common = mine.intersection(*[map(int, note.split()) for note in theirs])
+            common = offer.intersection(*[map(int, note.split()) for note in theirs])
             if common:
                 mine.remove(place := min(common))
                 self.transport = Lanes(here.memory, place, self.ranks, self.me)
@@ -223,8 +224,10 @@ def group_of(group: Group | dist.ProcessGroup | None = None) -> Group:
     check_group(group)
     process_group = group or dist.group.WORLD
     if process_group not in here.groups:
-        here.groups[process_group] = group = Group(process_group)
-        group.take_lanes()
+        group = Group(process_group)
+        with group.alone("the first call", "send", "receive"):
+            if here.groups.setdefault(process_group, group) is group:
+                group.take_lanes()
     return here.groups[process_group]
 
 
@@ -236,12 +239,15 @@ def check_group(group) -> None:
         )
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is no member of the group")
+    if not isinstance(group, dist.ProcessGroup | None):
+        raise TypeError(f"group is {group!r}, and no group as dist.new_group makes it")
 
 
 def own_group(group: Group | dist.ProcessGroup | None = None) -> Group:
     """Return the same ranks once more, for another thread: on all ranks, in one order.
 
-    Its calls have an order of their own, and lanes or messages of their own.
+    Its calls have an order of their own, and lanes or messages of their own. (But over
+    gloo, all that the ranks share ends with a call that is late.)
     """
     group = group_of(group)
     process_group = group.messages.process_group()

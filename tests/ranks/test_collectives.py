@@ -266,6 +266,36 @@ def test_no_call_takes_a_tensor_that_was_sent_for_a_sum(rank, k, way):
     assert kind == "PeerError", (kind, text)
 
 
+@both_ways
+@in_ranks(2)
+def test_what_cannot_be_sent_is_refused_before_anything_is_told(rank, k, way):
+    take(way)
+    if rank == 0:
+        sparse = torch.eye(3).to_sparse()
+        for call in (partial(ranks.send, sparse, 1), partial(ranks.allreduce, sparse)):
+            assert attempt(call)[0] in ("RuntimeError", "MismatchError")
+        ranks.send(torch.ones(3), 1)
+    else:
+        assert attempt(ranks.allreduce, torch.ones(3))[0] == "MismatchError"
+        assert ranks.receive(0).tolist() == [1, 1, 1]
+
+
+@both_ways
+@in_ranks(2)
+def test_a_rank_that_fails_after_all_have_agreed_takes_no_note_for_a_number(
+    rank, k, way
+):
+    take(way)
+    tensor = torch.ones(3)
+    if rank == 0:
+        ranks.collectives.Call.run = lambda *args: 1 / 0
+        assert attempt(ranks.allreduce, tensor)[0] == "ZeroDivisionError"
+        kind, text, *_ = attempt(ranks.barrier, timeout=1)
+        assert kind == "PeerError" and "since: ZeroDivisionError" in text
+    else:
+        assert attempt(ranks.allreduce, tensor, timeout=1)[0] == "PeerError"
+
+
 def test_torch_is_silently_wrong_about_a_dtype_and_an_op():
     def theirs(rank, k):
         six = torch.arange(6.0) + 2
@@ -280,6 +310,12 @@ def test_torch_is_silently_wrong_about_a_dtype_and_an_op():
 
     first, second = launch(lambda *args: list(theirs(*args)), 2, timeout=LIMIT)
     assert not any(map(bool.__and__, first, second)), "then our checks are not needed"
+
+
+@in_ranks(1)
+def test_a_list_of_ranks_is_no_group(rank, k):
+    kind, text, *_ = attempt(ranks.barrier, [0])
+    assert kind == "TypeError" and "group is [0]" in text
 
 
 def test_without_a_process_group():

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import resource
@@ -169,6 +170,7 @@ def test_the_rank_that_failed_is_named_not_one_that_misses_it(
     with pytest.raises(RankError, match=f"^rank 1: {words}") as caught:
         launch(one_fails, 2)
     assert caught.value.rank == 1 and sorted(caught.value.errors) == [0, 1]
+    assert pickle.loads(pickle.dumps(caught.value)).rank == 1
     assert caught.value.errors[0].startswith("PeerError: rank 1 is gone\n")
     lines = [f"[rank 1] {number}" for number in range(100)]  # its last words, too
     assert capsys.readouterr().out.splitlines() == lines

@@ -62,6 +62,20 @@ def test_places_for_lanes_are_given_back(rank, k):
 
 
 @in_ranks(2)
+def test_a_new_group_does_not_inherit_what_was_never_taken(rank, k):
+    group = ranks.own_group()
+    if rank == 0:
+        ranks.send(torch.tensor(9.0), 1, group)
+    del group
+    group = ranks.own_group()
+    assert type(group.transport).__name__ == "Lanes"
+    if rank == 0:
+        ranks.send(torch.tensor(1.0), 1, group)
+    else:
+        assert ranks.receive(0, group).item() == 1
+
+
+@in_ranks(2)
 def test_a_group_that_could_not_be_opened_keeps_no_places(rank, k):
     free = ranks.transport.here.memory.free
     group, before = dist.new_group(), set(free)
@@ -163,6 +177,22 @@ def test_a_call_beside_that_of_another_thread_is_refused(rank, k, way):
         dist.recv(torch.empty(1), 0)
         ranks.allreduce(torch.ones(3))
     ranks.barrier()  # the group goes on
+
+
+@in_ranks(2)
+def test_a_call_while_another_thread_makes_the_first_one_is_refused(rank, k):
+    group = dist.new_group()
+    if rank == 0:
+        with ThreadPoolExecutor(1) as executor:
+            first = executor.submit(ranks.barrier, group)
+            while group not in ranks.transport.here.groups:
+                time.sleep(0.001)
+            assert attempt(ranks.barrier, group)[0] == "BusyError"
+            dist.barrier()
+            first.result()
+    else:
+        dist.barrier()
+        ranks.barrier(group)
 
 
 @both_ways
