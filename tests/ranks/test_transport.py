@@ -150,6 +150,7 @@ def test_who_sends_or_takes_nothing_is_named_in_time(rank, k, way):
         ):
             kind, _, named, seconds = attempt(function, timeout=0.3)
             assert (kind, named) == ("PeerError", (1,)) and seconds < SOON
+            assert "can no longer be used since" in attempt(function)[1]
         del own
     else:
         ranks.own_group()
