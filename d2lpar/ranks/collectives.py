@@ -259,7 +259,7 @@ def calling(name: str, group, timeout: float | None) -> Iterator[Call]:
         group.calls += 1
         call = Call(name, group)
         try:
-            call.deadline = group.deadline(timeout)
+            call.deadline = group.deadline(timeout)  # or its error is the plan
             yield call
         except Exception as error:
             text = f"{type(error).__name__}: {error}"

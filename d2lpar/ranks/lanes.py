@@ -46,14 +46,12 @@ class Memory:
 
     def is_empty(self, place: int, me: int) -> bool:
         """Tell whether all that rank ``me`` has sent in a place has been taken."""
-        num_free = 0
-        for dst in range(self.world_size):
-            free, _ = self.semaphores[self.number(place, me, dst)]
-            slots = [free for _ in range(SLOTS) if free.acquire(False)]
-            for slot in slots:
-                slot.release()
-            num_free += len(slots)
-        return num_free == self.world_size * SLOTS
+        numbers = [self.number(place, me, dst) for dst in range(self.world_size)]
+        free = [self.semaphores[number][0] for number in numbers]
+        slots = [slot for slot in free * SLOTS if slot.acquire(False)]
+        for slot in slots:
+            slot.release()
+        return len(slots) == len(free) * SLOTS
 
     @classmethod
     def create(cls, world_size: int) -> "Memory | None":

@@ -227,7 +227,7 @@ def test_every_rank_learns_of_a_difference_and_the_group_goes_on(rank, k, way):
 
 @both_ways
 @in_ranks(2)
-def test_long_plans_are_compared_as_far_as_a_note_goes(rank, k, way):
+def test_long_plans_are_compared_to_their_end(rank, k, way):
     take(way)
     ranks.agree("é" * 1000)
     for plan in (f"{rank}" + "x" * 1000, "x" * 1000 + f"{rank}", "éü"[rank]):
@@ -272,8 +272,8 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_told(rank, k, way):
     take(way)
     if rank == 0:
         sparse = torch.eye(3).to_sparse()
-        for call in (partial(ranks.send, sparse, 1), partial(ranks.allreduce, sparse)):
-            assert attempt(call)[0] in ("RuntimeError", "MismatchError")
+        assert attempt(ranks.send, sparse, 1)[0] == "RuntimeError"
+        assert attempt(ranks.allreduce, sparse)[0] == "MismatchError"
         ranks.send(torch.ones(3), 1)
     else:
         assert attempt(ranks.allreduce, torch.ones(3))[0] == "MismatchError"
