@@ -165,44 +165,40 @@ def _talk(rank: int, line: Connection) -> Callable:
     lock = threading.RLock()  # a finalizer that prints may run inside send
 
     def send(kind: str, content: Any) -> None:
-        with lock:
-            line.send((rank, kind, content))
+        line.send((rank, kind, content))
 
     def report(outcome: Any) -> None:
-        for output in outputs:
-            output.finish()
-        send("outcome", outcome)
+        with lock:
+            for output in outputs:
+                if output.begun:
+                    output.write("\n")
+            send("outcome", outcome)
 
     def leave() -> None:  # what a rank forks prints for itself
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         line.close()
 
-    outputs = sys.stdout, sys.stderr = _Output("stdout", send), _Output("stderr", send)
+    outputs = [_Output(kind, send, lock) for kind in ("stdout", "stderr")]
+    sys.stdout, sys.stderr = outputs
     os.register_at_fork(after_in_child=leave)
     return report
 
 
 class _Output(io.TextIOBase):
-    """A rank's stdout or stderr: it sends whole lines, each of one thread."""
+    """A rank's stdout or stderr: it sends whole lines."""
 
     encoding = "utf-8"
 
-    def __init__(self, kind: str, send: Callable):
-        self.kind, self.send = kind, send
-        self.begun = {}  # thread: the line that it has begun
+    def __init__(self, kind: str, send: Callable, lock):
+        self.kind, self.send, self.lock = kind, send, lock
+        self.begun = ""  # a line without its end
 
     def write(self, text: str) -> int:
-        thread = threading.get_ident()
-        *lines, self.begun[thread] = (self.begun.get(thread, "") + text).split("\n")
-        if lines:
-            self.send(self.kind, lines)
+        with self.lock:
+            *lines, self.begun = (self.begun + text).split("\n")
+            if lines:
+                self.send(self.kind, lines)
         return len(text)
-
-    def finish(self) -> None:
-        """Send the lines that were begun and not ended."""
-        begun, self.begun = self.begun, {}
-        if lines := [line for line in begun.values() if line]:
-            self.send(self.kind, lines)
 
 
 def _join(rank: int, job: Job, store: str, memory: Memory | None) -> None:

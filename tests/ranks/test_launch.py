@@ -227,10 +227,6 @@ def test_what_the_system_refuses_is_told_and_the_next_launch_works(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert psutil.Process().num_fds() == before
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "getcwd", lambda: "/no/such/folder")  # as if it were gone
-        with pytest.raises(RuntimeError, match=words + ".*/no/such/folder"):
-            launch(max, 2)
 
     def kill(rank, world_size, whose):
         parent = psutil.Process().parent()
@@ -462,7 +458,7 @@ CELLS = """
 
 
 @pytest.mark.alone
-def test_cells_in_a_kernel_that_is_interrupted_and_killed(tmp_path, monkeypatch):
+def test_cells_in_a_kernel_that_is_interrupted(tmp_path, monkeypatch):
     """Like JupyterLab, we start, interrupt and stop kernels with jupyter_client."""
     from jupyter_client.manager import start_new_kernel
 
@@ -476,12 +472,6 @@ def test_cells_in_a_kernel_that_is_interrupted_and_killed(tmp_path, monkeypatch)
             data = content.get("data", {}).get("text/plain")
             yield content.get("text") or data or content.get("ename", "")
 
-    def pids_of(hanging):
-        pids = []
-        while len(pids) < 2:
-            pids += map(int, re.findall(r"pid (\d+)", next(hanging)))
-        return pids
-
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     kernel, client = start_new_kernel(cwd=tmp_path)
     try:
@@ -493,16 +483,13 @@ def test_cells_in_a_kernel_that_is_interrupted_and_killed(tmp_path, monkeypatch)
         assert error in failed and "ipykernel" not in failed
         assert failed.count(place.format(3, "time.sleep(seconds)")) == 2
         hanging = pieces("launch(stuck, 2, 1000)")
-        pids = pids_of(hanging)
+        pids = []
+        while len(pids) < 2:
+            pids += map(int, re.findall(r"pid (\d+)", next(hanging)))
         kernel.interrupt_kernel()
         assert list(hanging)[-1] == "KeyboardInterrupt"
         wait_until(lambda: not alive(*pids))
         assert "".join(pieces("launch(add_up, 2)")).endswith("[3, 3]")
-        pids = pids_of(pieces("launch(stuck, 2, 1000)"))
-        children = psutil.Process(kernel.provisioner.pid).children(recursive=True)
-        pids += [process.pid for process in children]
     finally:
         client.stop_channels()
         kernel.shutdown_kernel(now=True)
-    assert len(set(pids)) >= 4  # two ranks, their parent, the server
-    wait_until(lambda: not alive(*pids))
