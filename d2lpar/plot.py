@@ -101,10 +101,10 @@ def curves(
         for name, (xs, ys) in own.items():
             subject, comma, _ = name.partition(",")
             style = {"color": colours[subject], "markevery": 1 + len(xs) // 17}
-            style["label"] = name.removeprefix(f"{panel}, ")
+            style["label"] = label = name.removeprefix(f"{panel}, ")
             ax.plot(xs, ys, next(dash[subject]) if comma else "o-", **style)
             ends = [quantity(ys[i], units.get("y_unit")) for i in (0, -1)]
-            words.append(f"{panel}: {name} from {' to '.join(ends)}".strip(": "))
+            words.append(f"{panel}: {label} from {' to '.join(ends)}".strip(": "))
         ax.set(title=panel, ylabel=y_label)
     for ax, own in zip(axes, panels.values(), strict=True):
         for i, x in enumerate("xy"):
