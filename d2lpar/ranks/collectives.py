@@ -177,7 +177,7 @@ def send(
 def receive(src: int, group=None, timeout: float | None = None) -> torch.Tensor:
     """Return what rank ``src`` of the world sends next, as a new tensor on the CPU.
 
-    MismatchError, if it makes another call: here the group can no longer be used.
+    MismatchError, if it makes another call; then the group can no longer be used here.
     """
     group = group_of(group)
     member, deadline = group.member(src), group.deadline(timeout)
