@@ -166,7 +166,7 @@ def send(
     so two ranks that first send to each other may wait for each other.
     """
     check_tensor(tensor, "the tensor")
-    group = group_of(group)
+    group = group_of(group, timeout)
     member, deadline = group.member(dst), group.deadline(timeout)
     flat = sendable(tensor, group).cpu()
     with group.alone(f"send to rank {dst}", "send"):
@@ -179,7 +179,7 @@ def receive(src: int, group=None, timeout: float | None = None) -> torch.Tensor:
 
     MismatchError, if it makes another call; then the group can no longer be used here.
     """
-    group = group_of(group)
+    group = group_of(group, timeout)
     member, deadline = group.member(src), group.deadline(timeout)
     with group.alone(f"receive from rank {src}", "receive"):
         _, plan = group.tell({}, [member], deadline)[member].split(" ", 1)
@@ -254,7 +254,7 @@ def calling(name: str, group, timeout: float | None) -> Iterator[Call]:
     One that all ranks have is raised as it is; one that only some have becomes a
     MismatchError on all.
     """
-    group = group_of(group)
+    group = group_of(group, timeout)
     with group.alone(name, "send", "receive"):
         group.calls += 1
         call = Call(name, group)

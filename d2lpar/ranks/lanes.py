@@ -18,7 +18,7 @@ import torch
 
 from ..collectives import write
 
-GROUPS = 4  # that can have lanes at a time; further ones send messages
+GROUPS = 8  # of a rank that can have lanes; further ones send messages
 MAX_RANKS = 16  # of a launch with lanes: each pair of ranks costs semaphores
 SLOTS = 2  # of a lane: one is filled while the other is emptied
 SLOT_BYTES = 2**18
@@ -40,19 +40,6 @@ class Memory:
         semaphore = multiprocessing.get_context("fork").Semaphore
         self.semaphores = [(semaphore(SLOTS), semaphore(0)) for _ in range(lanes)]
 
-    def number(self, place: int, src: int, dst: int) -> int:
-        """Return which of all lanes leads from ``src`` to ``dst``."""
-        return (place * self.world_size + src) * self.world_size + dst
-
-    def is_empty(self, place: int, me: int) -> bool:
-        """Tell whether all that rank ``me`` has sent in a place has been taken."""
-        numbers = [self.number(place, me, dst) for dst in range(self.world_size)]
-        free = [self.semaphores[number][0] for number in numbers]
-        slots = [slot for slot in free * SLOTS if slot.acquire(False)]
-        for slot in slots:
-            slot.release()
-        return len(slots) == len(free) * SLOTS
-
     @classmethod
     def create(cls, world_size: int) -> "Memory | None":
         """Return a memory; None for one rank, for many, or if the system refuses."""
@@ -66,7 +53,7 @@ class Lane:
     """One rank's end of a lane: its slots in turn, what it awaits and announces."""
 
     def __init__(self, memory: Memory, place: int, src: int, dst: int, sends: bool):
-        number = memory.number(place, src, dst)
+        number = (place * memory.world_size + src) * memory.world_size + dst
         self.slots = [(number * SLOTS + i) * SLOT_BYTES for i in range(SLOTS)]
         free, full = memory.semaphores[number]
         self.peer, self.sends = dst if sends else src, sends
@@ -92,7 +79,6 @@ class Lanes:
     """A rank's ends of the lanes to and from the other ranks of a group."""
 
     def __init__(self, memory: Memory, place: int, ranks: Sequence[int], me: int):
-        self.memory, self.place = memory, place
         others = {i: rank for i, rank in enumerate(ranks) if i != me}
         self.outgoing, self.incoming = {}, {}
         for i, rank in others.items():
@@ -108,9 +94,6 @@ class Lanes:
     def home(self, tensor: torch.Tensor) -> torch.device:
         """Return where a tensor must lie to be sent."""
         return torch.device("cpu")
-
-    def __del__(self):
-        self.memory.free.add(self.place)
 
     def exchange(self, sends: list, receives: list, deadline: float) -> dict[int, str]:
         """Make a step's moves: sends (member, tensor), receives (member, part, op).

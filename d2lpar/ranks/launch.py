@@ -69,7 +69,8 @@ def launch(
     directory, ``sys.path`` and torch's default dtype are the caller's; modules are
     imported anew, and torch and Python draw numbers seeded with the rank. A rank
     works on copies, and has no keyboard. It may start processes. Once all ranks have
-    returned, they and these are killed: close your files.
+    returned, they and these are killed, but for those in sessions of their own: close
+    your files.
 
     What a rank prints, the caller prints, in whole lines that begin with ``[rank 0]``;
     what C code or a rank's own processes print goes straight to the terminal. The ranks
@@ -159,7 +160,7 @@ def _gather(parent: Connection, ranks: list[Connection], timeout: float) -> dict
                 rank, kind, content = connection.recv()
             except (EOFError, OSError):  # OSError: in the middle of a message
                 talking.remove(connection)
-                limit = limit if parent in talking else 1
+                limit = limit if parent in talking else 0
                 continue
             if kind == "refused":
                 raise RuntimeError(f"the ranks cannot be started: {content}")
@@ -192,4 +193,4 @@ def _error(outcomes: dict, timeout: float) -> RuntimeError:
         for r in late:
             parts.append(f"where rank {r} stands (most recent call last):\n{late[r]}")
         return RankError("\n\n".join(parts), min(late), late)
-    return RuntimeError("the ranks cannot be started: their server has ended")
+    return RuntimeError("the ranks are gone: what had started them was killed")

@@ -74,7 +74,10 @@ class Messages:
         if late:
             return late
         for (_, _, peer), work in zip(moves, works):
-            self.wait(work, peer, deadline, late)
+            left = max(deadline - time.monotonic(), 0.01)
+            if not late or left == 0.01:  # once one is gone, nobody waits for others
+                with self.noting(late, peer):
+                    work.wait(timedelta(seconds=left))
         for _, landing, part, op in arriving if not late else ():
             if op is not None:
                 write(part, landing, op)
@@ -88,19 +91,15 @@ class Messages:
             works = dist.batch_isend_irecv(batch)  # perhaps one work for all
             return works * (len(moves) // len(works))
         for kind, tensor, peer in moves:
-            try:
+            with self.noting(late, peer):
                 works.append(kind(tensor, self.ranks[peer], group, self.tag))
-            except RuntimeError as error:
-                late[self.ranks[peer]] = str(error).splitlines()[0]
         return works
 
-    def wait(self, work: dist.Work, peer: int, deadline: float, late: dict) -> None:
-        """Wait for a message; note in ``late`` if a member does not come, and why."""
-        left = max(deadline - time.monotonic(), 0.01)
-        if late and left > 0.01:
-            return  # one is gone: there is no need to wait for others
+    @contextmanager
+    def noting(self, late: dict, peer: int) -> Iterator[None]:
+        """Note in ``late`` that a member does not come, and why."""
         try:
-            work.wait(timedelta(seconds=left))
+            yield
         except RuntimeError as error:
             late[self.ranks[peer]] = str(error).splitlines()[0]
 
@@ -124,22 +123,19 @@ class Group:
         self.sent = [torch.frombuffer(note, dtype=torch.uint8) for note in self.mine]
         self.taken = [torch.frombuffer(note, dtype=torch.uint8) for note in self.theirs]
 
-    def take_lanes(self) -> None:
+    def take_lanes(self, deadline: float) -> None:
         """Use lanes in a place that is free on all ranks, if there is any."""
         if here.memory is None or self.size == 1:
             return
-        free, me = here.memory.free, self.ranks[self.me]
+        free = here.memory.free
         mine = {free.pop() for _ in range(len(free))}  # away from other threads
-        try:
-            offer = {place for place in mine if here.memory.is_empty(place, me)}
-            notes = dict.fromkeys(self.others, " ".join(map(str, offer)))
-            theirs = self.tell(notes, self.others, self.deadline(None)).values()
-            common = offer.intersection(*[map(int, note.split()) for note in theirs])
-            if common:
-                mine.remove(place := min(common))
-                self.transport = Lanes(here.memory, place, self.ranks, self.me)
-        finally:
-            free.update(mine)
+        notes = dict.fromkeys(self.others, " ".join(map(str, mine)))
+        theirs = self.tell(notes, self.others, deadline).values()
+        common = mine.intersection(*[map(int, note.split()) for note in theirs])
+        if common:
+            mine.remove(place := min(common))
+            self.transport = Lanes(here.memory, place, self.ranks, self.me)
+        free.update(mine)
 
     @contextmanager
     def alone(self, name: str, *directions: str) -> Iterator[None]:
@@ -180,7 +176,7 @@ class Group:
             self.mine[i][:] = note.encode()[:NOTE_BYTES].ljust(NOTE_BYTES)
         sends = [(i, self.sent[i]) for i in notes]
         receives = [(i, self.taken[i], None) for i in senders]
-        self.carry(sends, receives, deadline, "did not call in time")
+        self.carry(sends, receives, deadline, "did not call in time, or is gone")
         return {i: self.theirs[i].decode(errors="replace").rstrip() for i in senders}
 
     def exchange(self, sends: list, receives: list, deadline: float) -> None:
@@ -214,7 +210,9 @@ def prepare(memory: Memory | None, timeout: float) -> None:
     group_of()
 
 
-def group_of(group: Group | dist.ProcessGroup | None = None) -> Group:
+def group_of(
+    group: Group | dist.ProcessGroup | None = None, timeout: float | None = None
+) -> Group:
     """Return what this rank knows of a group, by default of all ranks.
 
     The first call in a group must be made by all of its ranks: they look for lanes.
@@ -227,7 +225,7 @@ def group_of(group: Group | dist.ProcessGroup | None = None) -> Group:
         group = Group(process_group)
         with group.alone("the first call", "send", "receive"):
             if here.groups.setdefault(process_group, group) is group:
-                group.take_lanes()
+                group.take_lanes(group.deadline(timeout))
     return here.groups[process_group]
 
 
@@ -256,7 +254,7 @@ def own_group(group: Group | dist.ProcessGroup | None = None) -> Group:
     own = Group(process_group, next(group.numbers))
     own.numbers = group.numbers
     if group.transport is not group.messages:
-        own.take_lanes()
+        own.take_lanes(own.deadline(None))
     return own
 
 
