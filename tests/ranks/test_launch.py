@@ -240,7 +240,7 @@ def test_what_the_system_refuses_is_told_and_the_next_launch_works(
     wait_until(lambda: not alive(server))
     assert launch(max, 2) == [2, 2]
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # a parent leaves its folder if killed
-    with pytest.raises(RuntimeError, match="^the ranks are gone: what had"):
+    with pytest.raises(RuntimeError, match="the ranks are gone: what had"):
         launch(lambda *args: print(os.getpid()) or kill(*args), 1, "parent")
     pid = int(capsys.readouterr().out.splitlines()[0].removeprefix("[rank 0] "))
     wait_until(lambda: not alive(pid))
