@@ -272,6 +272,6 @@ def calling(name: str, group, timeout: float | None) -> Iterator[Call]:
 
 def sendable(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the elements side by side, on the device from which they are sent."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().reshape(-1).contiguous()
     flat = flat.resolve_conj().resolve_neg()  # a view may put off a change of signs
-    return flat.contiguous().to(group.transport.home(flat))
+    return flat if group.transport.has_nccl else flat.cpu()

@@ -78,6 +78,8 @@ class Lane:
 class Lanes:
     """A rank's ends of the lanes to and from the other ranks of a group."""
 
+    has_nccl = False  # tensors must lie on the CPU
+
     def __init__(self, memory: Memory, place: int, ranks: Sequence[int], me: int):
         others = {i: rank for i, rank in enumerate(ranks) if i != me}
         self.outgoing, self.incoming = {}, {}
@@ -90,10 +92,6 @@ class Lanes:
             return memory.bytes[begin : begin + numel * dtype.itemsize].view(dtype)
 
         self.view = view
-
-    def home(self, tensor: torch.Tensor) -> torch.device:
-        """Return where a tensor must lie to be sent."""
-        return torch.device("cpu")
 
     def exchange(self, sends: list, receives: list, deadline: float) -> dict[int, str]:
         """Make a step's moves: sends (member, tensor), receives (member, part, op).

@@ -53,10 +53,6 @@ class Messages:
         self.tag = 1 + number  # 0 is that of the caller's own dist.send
         self.has_nccl = "nccl" in dist.get_backend_config(process_group)
 
-    def home(self, tensor: torch.Tensor) -> torch.device:
-        """Return where a tensor must lie to be sent."""
-        return tensor.device if self.has_nccl else torch.device("cpu")
-
     def exchange(self, sends: list, receives: list, deadline: float) -> dict[int, str]:
         """Make a step's moves: sends (member, tensor), receives (member, part, op).
 
