@@ -40,7 +40,7 @@ from ..schedules import (
 )
 from .transport import Group, MismatchError, group_of
 
-PLAN = 200  # letters of a plan at most: with its number it has to fit into a note
+PLAN = 200  # letters that a plan may have: with its number it must fit into a note
 
 
 def allreduce(
@@ -196,7 +196,7 @@ def choose(nbytes: int, k: int) -> Schedule:
     """Return the schedule for ``nbytes`` bytes on ``k`` ranks.
 
     Short tensors need few messages in a row, long ones few bytes. Between two ranks
-    both send as many bytes, and recursive doubling takes one step instead of two.
+    the bytes are equal, and recursive doubling takes one step instead of two.
     """
     if k == 2 or nbytes <= 2**20:
         return recursive_doubling
@@ -228,7 +228,7 @@ class Call:
             lines = ["the ranks are about to do different things"]
             for rank, (_, text) in zip(group.ranks, pairs):
                 lines.append(f"rank {rank}, {text}")
-                if text.startswith("send "):
+                if text.startswith("send "):  # by the function ``send``
                     group.broken = f"rank {rank} sent a tensor that nobody received"
             raise MismatchError("\n".join(lines))
         return [int(number) for number, _ in pairs]
