@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import lru_cache
@@ -29,6 +30,7 @@ from .worker import Failure, Job, serve
 START = 300.0  # seconds in which the server must have imported torch
 PACKAGE = Path(__file__).parents[1] / "__init__.py"
 GRACE = 0.1  # seconds for which others may report too, once one rank has failed
+DRAIN = 1.0  # seconds in which what ranks have sent is read, once their parent is gone
 
 # The server has the caller's d2lpar, whatever else has this name, and Python's random,
 # not one in the working directory (-P). The first optimizer would import torch._dynamo,
@@ -153,14 +155,16 @@ def _gather(parent: Connection, ranks: list[Connection], timeout: float) -> dict
 
     A result is bytes; a Failure is one; a str is the place of a rank that was late.
     """
-    talking, outcomes, limit = [*ranks, parent], {}, START + timeout
-    while talking and (ready := wait(talking, limit)):
-        for connection in ready:
+    talking, outcomes = [*ranks, parent], {}
+    end = time.monotonic() + START + timeout  # the parent ends earlier, if it can
+    while talking and (left := end - time.monotonic()) > 0:
+        for connection in wait(talking, left):
             try:
                 rank, kind, content = connection.recv()
             except (EOFError, OSError):  # OSError: in the middle of a message
                 talking.remove(connection)
-                limit = limit if parent in talking else 0
+                if connection is parent:
+                    end = time.monotonic() + DRAIN
                 continue
             if kind == "refused":
                 raise RuntimeError(f"the ranks cannot be started: {content}")

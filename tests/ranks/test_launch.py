@@ -233,7 +233,6 @@ def test_what_the_system_refuses_is_told_and_the_next_launch_works(
         os.kill(parent.ppid() if whose == "server" else parent.pid, signal.SIGKILL)
         while whose == "parent":
             print("and it goes on")
-            time.sleep(0.1)
         return parent.ppid()
 
     [server] = launch(kill, 1, "server")
