@@ -11,7 +11,7 @@ file. Source of the comparison: torch's ProcessGroupWrapper.
 - MismatchError, on all ranks, if their plans differ, or only some of them can do it.
   Nothing has been sent, and the group can still be used. If one of the calls is
   ``send`` or ``receive``, it cannot, and some ranks may get a PeerError.
-- PeerError, if a rank did not call or answer in time, or is gone. The group can no
+- PeerError, if a rank did not call or answer in time, or ended. The group can no
   longer be used.
 - BusyError, if a call of another thread is under way in the group.
 """
@@ -40,7 +40,7 @@ from ..schedules import (
 )
 from .transport import Group, MismatchError, group_of
 
-PLAN = 200  # letters that a plan may have: with its number it must fit into a note
+PLAN = 200  # characters of a plan at most: with its number it must fit into a note
 
 
 def allreduce(
@@ -53,7 +53,7 @@ def allreduce(
     """Reduce in place: then ``tensor`` holds, on every rank, the reduction of all.
 
     ``schedule`` is a function such as ``ring``; None: what ``choose`` returns. With the
-    book's, a sum has the same bits on all ranks and in every run.
+    book's schedules, a sum has the same bits on all ranks and in every run.
     """
     with calling("allreduce", group, timeout) as call:
         check_tensor(tensor, "the tensor", op)
@@ -162,8 +162,8 @@ def send(
 ) -> None:
     """Send ``tensor`` to rank ``dst`` of the world, after a note that says what it is.
 
-    Return when it may be written to again: perhaps only when ``dst`` has received it,
-    so two ranks that first send to each other may wait for each other.
+    Return when ``tensor`` may be overwritten: perhaps only when ``dst`` has received
+    it, so two ranks that first send to each other may wait for each other.
     """
     check_tensor(tensor, "the tensor")
     group = group_of(group, timeout)
@@ -219,10 +219,9 @@ class Call:
         plan = f"call {group.calls}: {self.name}, {what}"
         if len(plan := ascii(plan)[1:-1]) > PLAN:
             plan = f"{plan[: PLAN - 9]} {crc32(plan.encode()):08x}"
-        mine = [f"{n} {plan}" for n in numbers or [0] * group.size]  # for each member
+        mine = {i: f"{n} {plan}" for i, n in enumerate(numbers or [0] * group.size)}
         notes = {i: mine[i] for i in group.others}
-        theirs = group.tell(notes, group.others, self.deadline)
-        theirs[group.me] = mine[group.me]
+        theirs = mine | group.tell(notes, group.others, self.deadline)
         pairs = [theirs[i].split(" ", 1) for i in range(group.size)]
         if any(text != plan for _, text in pairs):
             lines = ["the ranks are about to do different things"]
@@ -239,10 +238,10 @@ class Call:
         for step in steps:
             sends, receives = [], []
             for m in step:
+                part = part_of(flat, m, bounds)
                 if m.src == me:
-                    sends.append((m.dst, part_of(flat, m, bounds)))
+                    sends.append((m.dst, part))
                 if m.dst == me:
-                    part = part_of(flat, m, bounds)
                     receives.append((m.src, part, op if m.reduce else None))
             self.group.exchange(sends, receives, self.deadline)
 
@@ -259,7 +258,7 @@ def calling(name: str, group, timeout: float | None) -> Iterator[Call]:
         group.calls += 1
         call = Call(name, group)
         try:
-            call.deadline = group.deadline(timeout)  # or its error is the plan
+            call.deadline = group.deadline(timeout)  # a wrong one is told to all
             yield call
         except Exception as error:
             text = f"{type(error).__name__}: {error}"

@@ -51,7 +51,11 @@ class Messages:
         self.process_group = ref(process_group)  # or it would never be freed
         self.ranks = dist.get_process_group_ranks(process_group)
         self.tag = 1 + number  # 0 is that of the caller's own dist.send
-        self.has_nccl = "nccl" in dist.get_backend_config(process_group)
+        backends = dist.get_backend_config(process_group)
+        if "cpu:" not in backends:
+            way_out = 'make it with the backend "cpu:gloo,cuda:nccl"'
+            raise ValueError(f"the group is {backends}, without the CPU: {way_out}")
+        self.has_nccl = "nccl" in backends
 
     def exchange(self, sends: list, receives: list, deadline: float) -> dict[int, str]:
         """Make a step's moves: sends (member, tensor), receives (member, part, op).
@@ -172,14 +176,14 @@ class Group:
             self.mine[i][:] = note.encode()[:NOTE_BYTES].ljust(NOTE_BYTES)
         sends = [(i, self.sent[i]) for i in notes]
         receives = [(i, self.taken[i], None) for i in senders]
-        self.carry(sends, receives, deadline, "did not call in time, or is gone")
+        self.carry(sends, receives, deadline, "did not call in time, or ended")
         return {i: self.theirs[i].decode(errors="replace").rstrip() for i in senders}
 
     def exchange(self, sends: list, receives: list, deadline: float) -> None:
         """Make a step's moves: sends (member, tensor), receives (member, part, op)."""
         for dst, message in sends:
             record_message(message, self.ranks[self.me], self.ranks[dst])
-        what = "did not do its part in time, is gone, or waits itself for another"
+        what = "did not take part in time, ended, or waited for another"
         self.carry(sends, receives, deadline, what)
 
     def carry(self, sends: list, receives: list, deadline: float, what: str) -> None:
@@ -219,9 +223,10 @@ def group_of(
     process_group = group or dist.group.WORLD
     if process_group not in here.groups:
         group = Group(process_group)
+        deadline = group.deadline(timeout)
         with group.alone("the first call", "send", "receive"):
             if here.groups.setdefault(process_group, group) is group:
-                group.take_lanes(group.deadline(timeout))
+                group.take_lanes(deadline)
     return here.groups[process_group]
 
 

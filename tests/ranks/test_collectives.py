@@ -105,6 +105,7 @@ LAYOUTS = {
     "a slice": ((20,), lambda t: t[3:17]),
     "one element": ((5,), lambda t: t[2:3]),
     "conjugated later": ((6,), torch.conj),
+    "negated later": ((1,), lambda t: t.conj().imag if t.is_complex() else t),
 }
 
 
@@ -190,6 +191,7 @@ MISMATCHES = [
     ("allreduce(t)", "allreduce(t, swap)", "sum", "while it is overwritten"),
     ("barrier()", "allreduce(t.requires_grad_())", "barrier", "requires gradients"),
     ("all_to_all([t] * k)", "all_to_all([])", "of rows", "0 parts for"),
+    ("barrier()", "all_to_all([t, t.int(), t][:k])", "barrier", "not all parts have"),
 ]
 
 
@@ -313,9 +315,11 @@ def test_torch_is_silently_wrong_about_a_dtype_and_an_op():
 
 
 @in_ranks(1)
-def test_a_list_of_ranks_is_no_group(rank, k):
+def test_what_is_no_group_of_processes_with_cpus_is_refused(rank, k):
     kind, text, *_ = attempt(ranks.barrier, [0])
     assert kind == "TypeError" and "group is [0]" in text
+    kind, text, *_ = attempt(ranks.barrier, dist.new_group(backend="cuda:gloo"))
+    assert kind == "ValueError" and 'the backend "cpu:gloo,cuda:nccl"' in text
 
 
 def test_without_a_process_group():
