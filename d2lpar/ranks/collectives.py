@@ -198,7 +198,7 @@ def choose(nbytes: int, k: int) -> Schedule:
     Short tensors need few messages in a row, long ones few bytes. Between two ranks
     the bytes are equal, and recursive doubling takes one step instead of two.
     """
-    if k == 2 or nbytes <= 2**20:
+    if k == 2 or nbytes <= 2**19:
         return recursive_doubling
     return halving_doubling if k == power_of_two(k) else ring
 
@@ -258,7 +258,7 @@ def calling(name: str, group, timeout: float | None) -> Iterator[Call]:
         group.calls += 1
         call = Call(name, group)
         try:
-            call.deadline = group.deadline(timeout)  # a wrong one is told to all
+            call.deadline = group.deadline(timeout)  # all learn of a wrong one
             yield call
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
