@@ -258,7 +258,7 @@ def calling(name: str, group, timeout: float | None) -> Iterator[Call]:
         group.calls += 1
         call = Call(name, group)
         try:
-            call.deadline = group.deadline(timeout)  # all learn of a wrong one
+            call.deadline = group.deadline(timeout)  # an invalid one is told to all
             yield call
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
@@ -272,5 +272,5 @@ def calling(name: str, group, timeout: float | None) -> Iterator[Call]:
 def sendable(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the elements side by side, on the device from which they are sent."""
     flat = tensor.detach().reshape(-1).contiguous()
-    flat = flat.resolve_conj().resolve_neg()  # a view may put off a change of signs
+    flat = flat.resolve_conj().resolve_neg()  # a view may defer a negation
     return flat if group.transport.has_nccl else flat.cpu()
