@@ -14,8 +14,8 @@ from timing import AGAIN, print_machine, print_ratios, time_in_turn
 from torch import nn
 
 from d2lpar import ChunkedLoss, DataParallel, choose_devices
+from d2lpar.memory import peak_memory
 from d2lpar.models import lenet_layers
-from d2lpar.study.memory import peak_memory
 
 GOALS = {"k = 1": 1.05, "k = 2": 1.15, "k = 4": 1.15}  # to the plain module's step
 POSITIONS, WIDTH, CLASSES = 2048, 64, 8000  # of the chunked loss: the logits take 66 MB

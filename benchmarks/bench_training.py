@@ -21,8 +21,7 @@ from timing import (
 from torch.nn import functional as F
 
 from d2lpar import get_params, init_params, load_data_fashion_mnist, train_batch
-from d2lpar.network import loss
-from d2lpar.training import train_epoch
+from d2lpar.training import loss, train_epoch
 
 BATCH_SIZE = 256
 # Multiply-adds of the layers for the 26 x 26 pixels that count; forward and twice

@@ -10,25 +10,11 @@ from .collectives import (
     all_gather,
     allreduce,
     broadcast,
-    naive_allreduce,
     reduce_scatter,
     ring_allreduce,
 )
 from .data import DataError, load_data_fashion_mnist
-from .data_parallel import (
-    ChunkedLoss,
-    DataParallel,
-    DataParallelCriterion,
-    DataParallelModel,
-    DistributedDataParallel,
-    DistributedSampler,
-    NaiveDistributedDataParallel,
-    SyncBatchNorm,
-    gather,
-    parallel_apply,
-    replicate,
-    scatter,
-)
+from .data_parallel import DataParallel, gather, parallel_apply, replicate, scatter
 from .devices import (
     Ledger,
     choose_devices,
@@ -38,8 +24,15 @@ from .devices import (
     try_all_gpus,
     try_gpu,
 )
+from .distributed import (
+    DistributedDataParallel,
+    DistributedSampler,
+    NaiveDistributedDataParallel,
+    SyncBatchNorm,
+)
+from .losses import ChunkedLoss, DataParallelCriterion, DataParallelModel
+from .memory import peak_memory, saved_memory
 from .mixed_precision import GradScaler, MasterWeights, autocast, initialize
-from .network import init_params, lenet, loss, sgd
 from .pipeline import (
     Action,
     DistributedPipeline,
@@ -73,12 +66,23 @@ from .sharding import (
     fully_shard,
     load_full_state_dict,
 )
-from .study.memory import peak_memory, saved_memory
 from .tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     vocab_parallel_cross_entropy,
 )
-from .training import History, accuracy, get_params, split_batch, train, train_batch
+from .training import (
+    History,
+    accuracy,
+    get_params,
+    init_params,
+    lenet,
+    loss,
+    naive_allreduce,
+    sgd,
+    split_batch,
+    train,
+    train_batch,
+)
 
 __version__ = "3.0.dev0"

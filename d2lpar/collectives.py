@@ -18,7 +18,6 @@ from .schedules import (
     even_bounds,
     num_chunks,
     ring,
-    star,
     tree_broadcast,
 )
 
@@ -42,11 +41,6 @@ def allreduce(
     run_steps(steps, flats, bounds, op)
     for tensor, flat in zip(data, flats):
         put_back(tensor, flat, op, len(data))
-
-
-def naive_allreduce(data: Sequence[torch.Tensor]) -> None:
-    """Sum in place with the star: add all to ``data[0]``, then copy it to all."""
-    allreduce(data, star)
 
 
 def ring_allreduce(data: Sequence[torch.Tensor]) -> None:

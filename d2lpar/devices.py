@@ -1,22 +1,16 @@
-"""Devices: GPUs where there are enough, else virtual ones; and a ledger.
+"""Devices, real or virtual, and a ledger of what is sent between them.
 
-A *position* is a place in a list of devices. The list may name one device several
-times: every position is then a virtual device, with its own tensors in a memory that
-all of them share. What travels between positions goes through ``to_device``, so that a
-``Ledger`` can count it on a laptop as well as on eight GPUs. Notebook 02 uses this
-file.
+A list of devices may name the same device several times. Each *position* in the list is
+then a virtual device: it has its own tensors, in a memory that all of them share. What
+goes from one position to another goes through ``to_device``, so that a ``Ledger``
+counts it on a laptop as well as on eight GPUs.
 """
 
 import platform
 import re
-import subprocess
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,95 +18,62 @@ import torch
 
 def try_gpu(i: int = 0) -> torch.device:
     """Return GPU number ``i`` if there is one, else the CPU."""
-    return (
-        torch.device("cuda", i)
-        if 0 <= i < torch.cuda.device_count()
-        else torch.device("cpu")
-    )
+    there = 0 <= i < torch.cuda.device_count()
+    return torch.device("cuda", i) if there else torch.device("cpu")
 
 
 def try_all_gpus() -> list[torch.device]:
     """Return every GPU, or a list with the CPU alone where there is none."""
-    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [
-        try_gpu()
-    ]
+    return [try_gpu(i) for i in range(max(1, torch.cuda.device_count()))]
 
 
 def choose_devices(k: int) -> tuple[list[torch.device], str]:
-    """Return ``k`` devices, real or virtual, and words that say which.
-
-    Virtual devices take turns on what there is: 4 devices on 2 GPUs are two per GPU.
-    """
+    """Return ``k`` devices, and words that say which: GPUs, else virtual devices."""
     if not isinstance(k, int) or k < 1:
         raise ValueError(f"the number of devices must be a positive int, not {k!r}")
     real = try_all_gpus()
     devices = [real[i % len(real)] for i in range(k)]
-    return devices, describe(devices)
+    names = ", ".join(map(str, real[:k]))
+    return devices, names if k <= len(real) else f"{k} virtual devices on {names}"
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
     """Return ``device`` as tensors name theirs, such as cuda:0; an int is a GPU."""
     try:
         return torch.empty(0, device=device).device
-    except torch.OutOfMemoryError:  # it is there, and full
-        raise
-    # which of them depends on how torch was built
-    except (AssertionError, RuntimeError) as error:
-        gpus = f"GPUs 0 to {n - 1}" if (n := torch.cuda.device_count()) else "no GPU"
-        problem = f"there is no device {device!r}: torch sees {gpus} here"
-        raise ValueError(
-            f'{problem}. Use "cpu", which a list may name several times'
-        ) from error
+    except (AssertionError, RuntimeError) as error:  # which of them hangs on the build
+        gpus = torch.cuda.device_count() or "none"
+        problem = f"there is no device {device!r}: GPUs that torch sees here: {gpus}"
+        raise ValueError(f'{problem}. Use "cpu", as often as you like') from error
 
 
-def check_devices(devices: Sequence[torch.device]) -> list[torch.device]:
+def check_devices(devices) -> list[torch.device]:
     """Return ``devices`` as tensors name theirs; raise for a missing device."""
-    if isinstance(devices, (str, torch.device)):
+    if isinstance(devices, str | torch.device):
         raise TypeError(f"devices must be a list of devices, not {devices!r}")
     if not devices:
         raise ValueError("devices is empty: there must be at least one")
     return [as_device(device) for device in devices]
 
 
-def describe(devices: Sequence[torch.device]) -> str:
-    """Say in a few words what ``devices`` are, e.g. ``4 virtual devices on cpu``."""
-    distinct = list(dict.fromkeys(map(str, devices)))
-    if len(distinct) == len(devices):
-        return ", ".join(distinct)
-    return f"{len(devices)} virtual devices on {', '.join(distinct)}"
-
-
 def hardware() -> str:
     """Name the machine's processors, to stand beside a timing."""
-    n = torch.get_num_threads()
-    cores = f"{n} thread{'s' * (n > 1)} of {_processor()}"
-    names = Counter(
-        torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
-    )
-    gpus = [f"{count} x {name}" for name, count in names.items()]
-    return ", ".join([*gpus, cores, f"torch {torch.__version__}"])
-
-
-def _processor() -> str:
-    with suppress(OSError, subprocess.CalledProcessError):
-        # where platform.processor() says no more than "arm"
-        if sys.platform == "darwin":
-            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-            return subprocess.check_output(command, text=True).strip()
-        if found := re.search(
-            r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()
-        ):
-            return found[1]
-    return platform.processor() or platform.machine()
+    n, cpuinfo = torch.get_num_threads(), Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    names = re.findall(r"model name\s*: (.*)", text) + [platform.processor()]
+    cores = f"{n} thread{'s' * (n > 1)} of {names[0] or platform.machine()}"
+    gpus = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    parts = [f"{count} x {name}" for name, count in Counter(gpus).items()]
+    return ", ".join([*parts, cores, f"torch {torch.__version__}"])
 
 
 class Ledger:
     """What was sent: ``bytes`` and ``messages`` per (source, destination) position."""
 
+    current = None  # the one that is open: all threads write into it
+
     def __init__(self):
-        self.bytes: Counter = Counter()
-        self.messages: Counter = Counter()
-        # one thread per device may write at the same time
+        self.bytes, self.messages = Counter(), Counter()
         self._lock = threading.Lock()
 
     def record(self, src, dst, nbytes: int) -> None:
@@ -125,23 +86,21 @@ class Ledger:
         """Return the bytes that left ``position``."""
         return sum(n for (src, _), n in self.bytes.items() if src == position)
 
-    def received(self, position) -> int:
-        """Return the bytes that arrived at ``position``."""
-        return sum(n for (_, dst), n in self.bytes.items() if dst == position)
-
-
-_ledger: ContextVar[Ledger | None] = ContextVar("ledger", default=None)
-
 
 @contextmanager
-def count_bytes() -> Iterator[Ledger]:
+def count_bytes():
     """Count, inside the ``with`` block, every byte that moves between positions."""
-    ledger = Ledger()
-    token = _ledger.set(ledger)
+    outer, Ledger.current = Ledger.current, Ledger()
     try:
-        yield ledger
+        yield Ledger.current
     finally:
-        _ledger.reset(token)
+        Ledger.current = outer
+
+
+def record_message(tensor: torch.Tensor, src, dst) -> None:
+    """Write into the ledger, if one is open, that a tensor goes from src to dst."""
+    if Ledger.current is not None and src != dst:
+        Ledger.current.record(src, dst, tensor.nbytes)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Tensor:
@@ -149,48 +108,25 @@ def to_device(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Ten
 
     Positions are ints, or "host" for the place where a batch comes from. Do not write
     to the result: where both positions share one memory, it is the tensor itself or a
-    view of it. The ledger counts the message, and the gradient that a backward pass
-    sends back to ``src``.
+    view of it. The ledger counts the message, and the gradient that goes back.
     """
     record_message(tensor, src, dst)
     there = tensor.to(device)
-    ledger = _ledger.get()
-    if (
-        ledger is not None
-        and src != dst
-        and there.requires_grad
-        and torch.is_grad_enabled()
-    ):
-        there = _WayBack.apply(there, partial(ledger.record, dst, src))
+    recorded = there.requires_grad and torch.is_grad_enabled()
+    if Ledger.current is not None and src != dst and recorded:
+        there = _WayBack.apply(there, src, dst)
     return there
 
 
 class _WayBack(torch.autograd.Function):
-    """The tensor itself; when its gradient comes back, its bytes are recorded."""
+    """The tensor itself; when its gradient comes back, the ledger counts it."""
 
     @staticmethod
-    def forward(ctx, tensor, record):
-        ctx.record = record
-        ctx.set_materialize_grads(False)
+    def forward(ctx, tensor, src, dst):
+        ctx.src, ctx.dst = src, dst
         return tensor.detach()
 
     @staticmethod
     def backward(ctx, grad):
-        if grad is not None:
-            ctx.record(nbytes=num_bytes(grad))
-        return grad, None
-
-
-def record_message(tensor: torch.Tensor, src, dst) -> None:
-    """Write into the ledger, if any, that ``tensor`` goes from ``src`` to ``dst``."""
-    ledger = _ledger.get()
-    if ledger is not None and src != dst:
-        ledger.record(src, dst, num_bytes(tensor))
-
-
-def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a message with ``tensor``; a sparse one has indices."""
-    if tensor.is_sparse:
-        tensor = tensor.coalesce()
-        return num_bytes(tensor.indices()) + num_bytes(tensor.values())
-    return tensor.numel() * tensor.element_size()
+        record_message(grad, ctx.dst, ctx.src)
+        return grad, None, None

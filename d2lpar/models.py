@@ -9,13 +9,12 @@ transformer is like GPT-2 (Radford et al., 2019), without dropout and with its o
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .network import init_params
+from .training import init_params
 
 
 class Copy(nn.Identity):
@@ -26,23 +25,19 @@ class Sum(nn.Identity):
     """Marks where the results of the parts are added up."""
 
 
-def lenet_layers(
-    scale: float = 0.01, generator: torch.Generator | None = None
-) -> nn.Sequential:
+def lenet_layers(scale=0.01, generator=None) -> nn.Sequential:
     """Return ``lenet`` as four layers: images (n, 1, 28, 28) to logits (n, 10).
 
     The parameters are those of ``init_params``, in their order and shapes.
     """
     W1, b1, W2, b2, W3, b3, W4, b4 = init_params(scale, generator)
-    # as fast as lenet
-    crop, relu = nn.ZeroPad2d((0, -2, 0, -2)), partial(nn.ReLU, inplace=True)
-    conv1 = nn.Sequential(
-        crop, Copy(), Affine(F.conv2d, W1, b1), relu(), nn.AvgPool2d(2)
-    )
-    conv2 = nn.Sequential(Affine(F.conv2d, W2, b2), Sum(), relu(), nn.AvgPool2d(2))
-    linear1 = nn.Sequential(nn.Flatten(), Copy(), Affine(linear, W3, b3), relu())
-    linear2 = nn.Sequential(Affine(linear, W4, b4), Sum())
-    return nn.Sequential(conv1, conv2, linear1, linear2)
+    crop = nn.ZeroPad2d((0, -2, 0, -2))
+    conv1 = crop, Copy(), Affine(F.conv2d, W1, b1), nn.ReLU(), nn.AvgPool2d(2)
+    conv2 = Affine(F.conv2d, W2, b2), Sum(), nn.ReLU(), nn.AvgPool2d(2)
+    linear1 = nn.Flatten(), Copy(), Affine(linear, W3, b3), nn.ReLU()
+    linear2 = Affine(linear, W4, b4), Sum()
+    layers = [nn.Sequential(*parts) for parts in (conv1, conv2, linear1, linear2)]
+    return nn.Sequential(*layers)
 
 
 class Affine(nn.Module):
@@ -59,14 +54,10 @@ class Affine(nn.Module):
 
 def linear(X: torch.Tensor, W: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ``X @ W + b``: W is of shape (inputs, outputs), unlike nn.Linear's."""
-    return torch.addmm(b, X, W)
+    return X @ W + b
 
 
-def resnet(
-    widths: tuple[int, ...] = (64, 128, 256, 512),
-    num_classes: int = 10,
-    in_channels: int = 1,
-) -> nn.Sequential:
+def resnet(widths=(64, 128, 256, 512), num_classes=10, in_channels=1) -> nn.Sequential:
     """Return a ResNet, two blocks for each of ``widths``: images to their logits.
 
     With the default widths it is ResNet-18, without normalisation in the shortcuts. The
@@ -111,11 +102,7 @@ class Residual(nn.Module):
 
 
 def transformer(
-    vocab_size: int = 8192,
-    width: int = 256,
-    num_heads: int = 4,
-    num_blocks: int = 8,
-    length: int = 128,
+    vocab_size=8192, width=256, num_heads=4, num_blocks=8, length=128
 ) -> nn.Sequential:
     """Return a decoder: tokens (n, length) to logits (n, length, vocab_size)."""
     head = nn.Sequential(

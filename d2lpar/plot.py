@@ -309,30 +309,3 @@ def _draw_stage(ax, stage: int, spans, end: float, total: float) -> None:
     heights = [floor - 0.2 * count / max(4, *counts) for count in counts]
     ax.fill_between(times, floor, heights, step="post", color=DARK_GREY, linewidth=0.8)
     ax.text(end, stage + 0.3, f" keeps {max(counts)}", size=9, va="center")
-
-
-@styled
-def iteration(traces: dict[str, list]) -> Picture:
-    """Draw {name: steps}, downwards in time: busy devices, arrows for what is sent."""
-    steps = [step for form in traces.values() for step in form]
-    most = max(n for step in steps for n in (1, *step.bytes.values()))
-    figure, words, bottom = Picture(0.8 + 0.36 * len(steps)), [], 0
-    axes = figure.subplots(1, len(traces), sharex=True, sharey=True, squeeze=False)[0]
-    for ax, (form, steps) in zip(axes, traces.items(), strict=True):
-        y = 0.5
-        for number, step in enumerate(steps, 1):
-            sent = quantity(sum(step.bytes.values()), "bytes")
-            name = f"{number}. {step.name}" + f", {sent}" * bool(step.bytes)
-            words.append(f"{form} {name}")
-            ax.text(-0.5, y, name, va="center", size=10, backgroundcolor="white")
-            ax.broken_barh([(d - 0.2, 0.4) for d in step.busy], (y + 0.75, 0.8))
-            y += 1 + bool(step.busy)
-            for (src, dst), nbytes in sorted(step.bytes.items()):
-                _arrow(ax, (src, y), (dst, y), 0.8 + 2 * nbytes / most, bend=0)
-                y += 0.5
-            y += 0.5
-        bottom = max(bottom, y)
-        ax.set(title=form, xlabel="device", yticks=[], ylim=(bottom, 0))
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.alt = f"The steps of an iteration. {'; '.join(words)}."
-    return figure

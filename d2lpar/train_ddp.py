@@ -37,11 +37,11 @@ from .checkpoint import (
     save_checkpoint,
 )
 from .data import DataError, Minibatches, load_data_fashion_mnist
-from .data_parallel.ddp import DistributedDataParallel
-from .data_parallel.sampler import DistributedSampler
+from .distributed.ddp import DistributedDataParallel
+from .distributed.sampler import DistributedSampler
 from .models import lenet_layers
-from .network import loss, sgd
 from .ranks._old import is_alone, place, process_group
+from .training import loss, sgd
 
 HOW = "start it with torchrun: torchrun --nproc_per_node=2 -m d2lpar.train_ddp"
 # bytes of what rank 0 tells the others when it resumes, filled up with spaces

@@ -1,189 +1,157 @@
-"""Data-parallel training: a replica and a batch shard for each device, one allreduce.
+"""LeNet from raw tensors, trained data-parallel: a replica and a shard per device.
 
-``get_params``, ``split_batch``, ``train_batch`` and ``train`` are those of Dive into
-Deep Learning, section "Training on Multiple GPUs". Notebook 02 builds this file.
+Names and network are those of Dive into Deep Learning, section "Training on Multiple
+GPUs"; LeNet is from LeCun et al., "Gradient-based learning applied to document
+recognition" (1998). Chapter 02 writes this file.
 """
 
 import time
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn import functional as F
 
-from .collectives import ring_allreduce
 from .data import load_data_fashion_mnist
-from .devices import as_device, check_devices, choose_devices, hardware, to_device
-from .guards import checked
-from .network import init_params, lenet, loss, sgd
+from .devices import choose_devices, to_device
 
 
-def check_get_params(device, **_) -> None:
-    """Raise ValueError for a device that is not there."""
-    as_device(device)
+def init_params(scale=0.01, generator=None):
+    """Return ``[W1, b1, …, W4, b4]``: weights N(0, scale²), biases zero.
+
+    The gradients are off: ``get_params`` makes the copies that are trained.
+    """
+    shapes = (20, 1, 3, 3), (50, 20, 5, 5), (800, 128), (128, 10)
+    weights = [torch.randn(shape, generator=generator) * scale for shape in shapes]
+    W1, W2, W3, W4 = weights
+    b1, b2, b3, b4 = torch.zeros(20), torch.zeros(50), torch.zeros(128), torch.zeros(10)
+    return [channels_last(W1), b1, channels_last(W2), b2, W3, b3, W4, b4]
 
 
-@checked(check_get_params)
+def channels_last(weight):
+    """Return the same numbers with the channels last in memory: faster on a CPU."""
+    # .to() would leave W1 as it is, since its single channel fits either format
+    return torch.empty_like(weight, memory_format=torch.channels_last).copy_(weight)
+
+
+def lenet(X, params):
+    """Return the logits, of shape (n, 10), of images ``X`` of shape (n, 1, 28, 28)."""
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
+    X = X[..., :26, :26]  # the second pooling drops what the other pixels give
+    h1 = F.avg_pool2d(F.conv2d(X, W1, b1).relu(), 2)  # (n, 20, 12, 12)
+    h2 = F.avg_pool2d(F.conv2d(h1, W2, b2).relu(), 2)  # (n, 50, 4, 4)
+    h3 = (h2.flatten(1) @ W3 + b3).relu()  # (n, 128)
+    return h3 @ W4 + b4  # (n, 10)
+
+
+def loss(y_hat, y):
+    """Return the cross-entropy of each example, (n,): neither summed nor averaged."""
+    return F.cross_entropy(y_hat, y, reduction="none")
+
+
+@torch.no_grad()
+def sgd(params, lr, batch_size):
+    """Subtract lr / batch_size times the summed gradient in place, then clear it."""
+    for param in params:
+        param.sub_(param.grad, alpha=lr / batch_size)
+        param.grad = None
+
+
 def get_params(params, device):
     """Return a copy of ``params`` on ``device``, sharing nothing, with gradients on."""
     return [param.detach().to(device, copy=True).requires_grad_() for param in params]
 
 
-def check_split(X, y, devices) -> None:
-    """Raise ValueError for a missing device, or if ``X`` and ``y`` differ in rows."""
-    check_devices(devices)
-    if X.shape[:1] != y.shape[:1]:
-        raise ValueError(
-            f"X has shape {tuple(X.shape)}, but y has shape {tuple(y.shape)}"
-        )
+def naive_allreduce(data):
+    """Sum in place: add all to ``data[0]``, then copy the sum to all others."""
+    for i in range(1, len(data)):
+        data[0] += to_device(data[i], data[0].device, i, 0)
+    for i in range(1, len(data)):
+        data[i][:] = to_device(data[0], data[i].device, 0, i)
 
 
-@checked(check_split)
 def split_batch(X, y, devices):
     """Split ``X`` and ``y`` into one shard per device: ``(X_shards, y_shards)``.
 
-    The shards differ by at most one row and keep the order; with fewer rows than
-    devices the last ones are empty.
+    The shards keep the order and differ by at most one row; some may be empty.
     """
+    if len(X) != len(y):
+        raise ValueError(f"X has {len(X)} rows, but y has {len(y)}")
     return shard_rows(X, devices), shard_rows(y, devices)
 
 
 def shard_rows(rows, devices):
-    """Split ``rows`` along dimension 0 and bring each part to its device."""
+    """Split ``rows`` along dimension 0, and send each part to its device."""
     shards = rows.tensor_split(len(devices))
     return [to_device(shard, devices[i], "host", i) for i, shard in enumerate(shards)]
 
 
-def check_batch(X, device_params, devices, **_) -> None:
-    """Raise ValueError for an empty batch, or unless each device has one replica."""
-    if len(X) == 0:
-        raise ValueError("the batch is empty: its mean gradient is not defined")
-    if len(device_params) != len(devices):
-        raise ValueError(
-            f"there are {len(device_params)} replicas for {len(devices)} devices"
-        )
-
-
-@checked(check_batch)
-def train_batch(X, y, device_params, devices, lr, allreduce=ring_allreduce):
+def train_batch(X, y, device_params, devices, lr, allreduce=naive_allreduce):
     """Take an SGD step in place on all replicas; return the summed loss.
 
-    Each device sums the gradient over its shard, the allreduce sums over devices, and
-    every replica divides by the number of rows of the whole batch. So the step is the
-    same with one device or many, with even shards or uneven ones.
+    It is the step of a single device with the whole batch, up to rounding.
     """
-    for params in device_params:
-        for param in params:
-            param.grad = None  # as optimizer.zero_grad() does
-    shards = zip(*split_batch(X, y, devices), device_params, strict=True)
+    if len(device_params) != len(devices):
+        raise ValueError(f"{len(device_params)} replicas for {len(devices)} devices")
+    X_shards, y_shards = split_batch(X, y, devices)
     losses = [
         loss(lenet(X_shard, params), y_shard).sum()
-        for X_shard, y_shard, params in shards
+        for X_shard, y_shard, params in zip(X_shards, y_shards, device_params)
     ]
-    # on GPUs these calls return at once, so the devices work in parallel
-    for shard_loss in losses:
+    for shard_loss in losses:  # on GPUs, each call returns before it has computed
         shard_loss.backward()
     for i in range(len(device_params[0])):
         allreduce([params[i].grad for params in device_params])
     for params in device_params:
         sgd(params, lr, len(X))
-    return sum(
+    parts = [
         to_device(part.detach(), devices[0], i, 0) for i, part in enumerate(losses)
-    )
-
-
-def train_epoch(train_iter, device_params, devices, lr, allreduce=ring_allreduce):
-    """Train on every batch of ``train_iter``; return the mean loss of its examples."""
-    total, rows = torch.zeros((), dtype=torch.float64, device=devices[0]), 0
-    for X, y in train_iter:
-        total += train_batch(X, y, device_params, devices, lr, allreduce)
-        rows += len(X)
-    # .item() also waits for all that is still queued on the devices
-    return total.item() / rows
+    ]
+    return sum(parts)
 
 
 @torch.no_grad()
 def accuracy(device_params, devices, test_iter):
-    """Return the fraction of the test examples that the network gets right.
-
-    Every device works on a shard of each batch: exercise 4 of the book's section.
-    """
-    correct, total = [0] * len(devices), 0
+    """Return the fraction of the examples that the network gets right."""
+    correct, total = 0, 0
     for X, y in test_iter:
-        shards = zip(*split_batch(X, y, devices), device_params, strict=True)
-        for i, (X_shard, y_shard, params) in enumerate(shards):
-            correct[i] += (lenet(X_shard, params).argmax(dim=1) == y_shard).sum()
+        X_shards, y_shards = split_batch(X, y, devices)
+        for X_shard, y_shard, params in zip(X_shards, y_shards, device_params):
+            correct += (lenet(X_shard, params).argmax(dim=1) == y_shard).sum().item()
         total += len(y)
-    return sum(int(count) for count in correct) / total
+    return correct / total
 
 
 @dataclass
 class History:
-    """What a training run measured: the lists have one entry per finished epoch."""
+    """What ``train`` measured in each epoch, and the replicas that it trained."""
 
-    num_epochs: int
-    devices: str  # what the devices are
-    hardware: str  # what they run on
-    # one replica per device
-    device_params: list[list[torch.Tensor]] = field(repr=False)
-    # mean over the examples of the epoch
-    loss: list[float] = field(default_factory=list)
-    # on the test set, after the epoch
-    accuracy: list[float] = field(default_factory=list)
-    # of the epoch's training, testing aside
-    seconds: list[float] = field(default_factory=list)
+    device_params: list
+    loss: list = field(default_factory=list)  # mean over the training examples
+    accuracy: list = field(default_factory=list)  # on the test examples
+    seconds: list = field(default_factory=list)  # of training, without the test
 
 
-def print_progress(history: History) -> None:
-    """Print a line about the epoch just ended: what ``train`` does by default."""
-    epoch = len(history.loss)
-    if epoch == 1:
-        print(f"{history.devices} ({history.hardware})")
-    print(
-        f"epoch {epoch:2}/{history.num_epochs}: loss {history.loss[-1]:.3f}, "
-        f"test accuracy {history.accuracy[-1]:.3f}, {history.seconds[-1]:.1f} s",
-        flush=True,
-    )
-
-
-def check_train(lr, num_epochs, **_) -> None:
-    """Raise ValueError for a number not positive, unless a part of ``train`` will."""
-    if not lr > 0:
-        raise ValueError(f"lr must be positive, not {lr!r}")
-    if num_epochs < 1:
-        raise ValueError(f"num_epochs must be positive, not {num_epochs!r}")
-
-
-@checked(check_train)
 def train(
-    num_devices,
-    batch_size,
-    lr,
-    num_epochs=10,
-    *,
-    allreduce=ring_allreduce,
-    seed=0,
-    on_progress=print_progress,
+    num_devices, batch_size, lr, num_epochs=10, allreduce=naive_allreduce, seed=0
 ):
-    """Train LeNet on Fashion-MNIST, data-parallel on ``num_devices`` devices.
+    """Train LeNet on Fashion-MNIST on ``num_devices`` devices; return its history.
 
-    ``batch_size`` counts the rows on all devices together, and ``lr`` is for the
-    gradient averaged over the batch. ``allreduce`` sums a list of gradients, one per
-    device, in place. Parameters and order of the examples follow from ``seed``,
-    whatever the number of devices. ``on_progress`` is called with the history so far
-    after every epoch.
+    ``batch_size`` counts the rows of all devices together. The parameters at the start
+    and the order of the examples follow from ``seed``, whatever the number of devices.
     """
-    devices, description = choose_devices(num_devices)
-    train_iter, test_iter = load_data_fashion_mnist(
-        batch_size, seed=seed, device=devices[0]
-    )
+    devices, words = choose_devices(num_devices)
+    train_iter, test_iter = load_data_fashion_mnist(batch_size, None, seed, devices[0])
     params = init_params(generator=torch.Generator().manual_seed(seed))
-    device_params = [get_params(params, device) for device in devices]
-    history = History(num_epochs, description, hardware(), device_params)
-    for _ in range(num_epochs):
-        start = time.perf_counter()
-        history.loss.append(
-            train_epoch(train_iter, device_params, devices, lr, allreduce)
-        )
-        history.seconds.append(time.perf_counter() - start)
-        history.accuracy.append(accuracy(device_params, devices, test_iter))
-        on_progress(history)
-    return history
+    run = History([get_params(params, device) for device in devices])
+    print(words)
+    for epoch in range(1, num_epochs + 1):
+        begin, total = time.perf_counter(), 0
+        for X, y in train_iter:
+            total += train_batch(X, y, run.device_params, devices, lr, allreduce)
+        # .item() waits for all that is still queued on the devices
+        run.loss.append(total.item() / len(train_iter.images))
+        run.seconds.append(time.perf_counter() - begin)
+        run.accuracy.append(accuracy(run.device_params, devices, test_iter))
+        print(f"epoch {epoch}: loss {run.loss[-1]:.3f}, ", end="")
+        print(f"test accuracy {run.accuracy[-1]:.3f}, {run.seconds[-1]:.1f} s")
+    return run

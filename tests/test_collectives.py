@@ -219,7 +219,7 @@ def test_a_wrong_allreduce_is_caught(mutant):
 
 ONES, EYE, LEAF = torch.ones(3), torch.eye(2), torch.ones(3, requires_grad=True)
 TWO = [ONES, ONES.clone()]
-ALIKE = naive_allreduce, ring_allreduce, reduce_scatter, broadcast
+ALIKE = ring_allreduce, reduce_scatter, broadcast
 ALL = (*ALIKE, all_gather)
 REFUSED = [
     (ALL, [], TypeError, "data must be a list with a tensor per device"),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from d2lpar import init_params, lenet
 from d2lpar.models import Copy, Sum, lenet_layers, resnet, transformer
-from d2lpar.network import init_params, lenet
 
 small_transformer = partial(
     transformer, 50, width=16, num_heads=4, num_blocks=2, length=6

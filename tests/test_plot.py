@@ -2,7 +2,6 @@
 
 import base64
 import io
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -118,15 +117,6 @@ def test_a_pipeline_has_a_block_an_action_and_says_what_it_keeps(schedule):
     assert kept == [f"keeps {max(own)}" for own in live_counts(spans).values()]
     assert first.get_title("left") == "one: 18 ticks, 33 % idle"
     assert blocks(first) == blocks(second) and second.get_xlabel() == "time in ticks"
-
-
-def test_an_iteration_has_an_arrow_a_link_and_a_block_a_busy_device():
-    steps = [SimpleNamespace(name="send", bytes={(0, 1): 5, (0, 2): 10}, busy=())]
-    steps += [SimpleNamespace(name="compute", bytes={}, busy=(0, 2))]
-    left, right = plot.iteration({"one": steps, "other": steps[1:]}).axes
-    assert [round(thick, 1) for _, thick in arrows(left)] == [1.8, 2.8]
-    assert words(left) == ["1. send, 15 B", "2. compute"]
-    assert set(blocks(right)) == {(-0.2, 0.2), (1.8, 2.2)}
 
 
 def test_images_are_shown_as_they_are():

@@ -1,10 +1,12 @@
-"""One device or many, the step is the same: that of autograd on the whole batch."""
+"""LeNet by hand is torch's; on one device or many, the step is that of autograd."""
 
 from functools import partial
 
 import pytest
 import torch
 from helpers import distance
+from torch import nn
+from torch.nn import functional as F
 
 import d2lpar
 from d2lpar import get_params, init_params, lenet, loss, train, train_batch, training
@@ -12,8 +14,16 @@ from d2lpar.data import Minibatches
 
 CPU = torch.device("cpu")
 LR = 0.3
-silent = {"on_progress": lambda history: None}
-
+SHAPES = (
+    (20, 1, 3, 3),
+    (20,),
+    (50, 20, 5, 5),
+    (50,),
+    (800, 128),
+    (128,),
+    (128, 10),
+    (10,),
+)
 
 # In float64, unless it is said: kernels round differently, and no tolerance must hang
 # on one.
@@ -38,9 +48,61 @@ def step_with_autograd_alone(X, y, params):
 
 
 def same(params, others):
-    return all(
-        torch.equal(a.cpu(), b.cpu()) for a, b in zip(params, others, strict=True)
-    )
+    pairs = zip(params, others, strict=True)
+    return all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
+
+
+# The network.
+
+
+def test_parameters_have_the_books_shapes_and_scale_and_come_from_the_generator():
+    a, b, c = (init_params(0.5, torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    assert tuple(tuple(p.shape) for p in a) == SHAPES
+    for param in a:
+        assert param.dtype == torch.float32 and not param.requires_grad
+        if param.dim() == 1:
+            assert not param.any()
+        else:
+            assert abs(param.std() - 0.5) < 0.05 and abs(param.mean()) < 0.1
+    assert same(a, b) and not torch.equal(a[0], c[0])
+    assert [param.stride()[1] for param in (a[0], a[2])] == [1, 1]  # channels last
+
+
+def as_torch_has_it(tensor):
+    """A linear layer's weight is (out, in) in torch, and (in, out) in the book."""
+    return tensor.T if tensor.dim() == 2 else tensor
+
+
+@pytest.mark.parametrize("rows", [7, 0])
+def test_lenet_and_its_gradients_equal_those_of_torch_nn(rows):
+    params = [p.double().requires_grad_() for p in init_params(0.1)]
+    X, y = batch(rows)
+    net = nn.Sequential(
+        *(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
+        *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2)),
+        *(nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10)),
+    ).double()
+    values = map(as_torch_has_it, params)
+    net.load_state_dict(dict(zip(net.state_dict(), values, strict=True)))
+    torch.testing.assert_close(lenet(X, params), net(X))
+    loss(lenet(X, params), y).sum().backward()
+    F.cross_entropy(net(X), y, reduction="sum").backward()
+    for mine, other in zip(params, net.parameters(), strict=True):
+        torch.testing.assert_close(as_torch_has_it(mine.grad), other.grad)
+
+
+def test_loss_is_one_number_per_example_and_sgd_divides_by_the_full_batch():
+    y_hat, y = torch.randn(4, 10), torch.tensor([3, 1, 4, 1])
+    by_hand = -y_hat.log_softmax(dim=1)[torch.arange(4), y]
+    torch.testing.assert_close(loss(y_hat, y), by_hand)
+    param = torch.tensor([1.0, 2.0], requires_grad=True)
+    param.grad = torch.tensor([8.0, -8.0])
+    d2lpar.sgd([param], lr=0.5, batch_size=4)
+    assert param.tolist() == [0.0, 3.0]
+    assert param.grad is None and param.requires_grad
+
+
+# The step.
 
 
 def test_get_params_gives_independent_copies_that_record_gradients():
@@ -55,6 +117,17 @@ def test_get_params_gives_independent_copies_that_record_gradients():
     assert all(a.stride() == b.stride() for a, b in zip(copies[0], params, strict=True))
 
 
+def test_naive_allreduce_sums_in_place_on_every_device():
+    for k in (1, 2, 5):
+        data = [torch.full((2, 3), i + 1.0) for i in range(k)]
+        tensors = list(data)
+        with d2lpar.count_bytes() as ledger:
+            d2lpar.naive_allreduce(data)
+        assert all(torch.equal(t, torch.full((2, 3), k * (k + 1) / 2)) for t in tensors)
+        there = {(0, i): 24 for i in range(1, k)}
+        assert ledger.bytes == there | {(i, 0): 24 for i in range(1, k)}
+
+
 def test_shards_differ_by_at_most_a_row_and_lose_none():
     for rows, k in [(0, 2), (1, 3), (2, 8), (7, 1), (7, 3), (256, 8)]:
         X, y = batch(rows)
@@ -62,19 +135,18 @@ def test_shards_differ_by_at_most_a_row_and_lose_none():
         sizes = [len(shard) for shard in X_shards]
         assert sizes == [len(shard) for shard in y_shards] and len(sizes) == k
         assert max(sizes) - min(sizes) <= 1
-        assert torch.equal(torch.cat(X_shards), X) and torch.equal(
-            torch.cat(y_shards), y
-        )
+        assert same([torch.cat(X_shards), torch.cat(y_shards)], [X, y])
     with d2lpar.count_bytes() as ledger:
         d2lpar.split_batch(*batch(6, torch.float32), [CPU] * 2)
     assert ledger.bytes == {("host", i): 3 * (28 * 28 * 4 + 8) for i in range(2)}
 
 
-@pytest.mark.parametrize(
-    "allreduce", [d2lpar.naive_allreduce, d2lpar.ring_allreduce, None]
-)
+SUMS = d2lpar.naive_allreduce, d2lpar.ring_allreduce
+SUMS += (partial(d2lpar.allreduce, schedule=d2lpar.tree),)
+
+
+@pytest.mark.parametrize("allreduce", SUMS)
 def test_steps_are_the_same_on_any_number_of_devices(allreduce):
-    allreduce = allreduce or partial(d2lpar.allreduce, schedule=d2lpar.tree)
     for k in (1, 2, 3, 8):  # ragged shards, and at times fewer rows than devices
         device_params, devices = replicas(k)
         for step, rows in enumerate([3, 21]):
@@ -89,16 +161,12 @@ def test_steps_are_the_same_on_any_number_of_devices(allreduce):
             assert not total.requires_grad
 
 
-def gap_to_one_device(rows=21):
+def gap_to_one_device(rows=21, allreduce=d2lpar.naive_allreduce):
     X, y = batch(rows)
     device_params, devices = replicas(4)
     expected = step_with_autograd_alone(X, y, device_params[0])
-    train_batch(X, y, device_params, devices, LR, training.ring_allreduce)
+    train_batch(X, y, device_params, devices, LR, allreduce)
     return max(distance(params, expected) for params in device_params)
-
-
-def test_the_true_code_has_no_gap():
-    assert gap_to_one_device() < 1e-12
 
 
 def mean_of_means(params, lr, batch_size):
@@ -121,32 +189,20 @@ def rebinding(data):
     [
         {"sgd": mean_of_means, "loss": lambda y_hat, y: loss(y_hat, y).mean()},
         {"split_batch": without_the_last_rows},
-        {"ring_allreduce": lambda data: None},
-        # divides twice
-        {"ring_allreduce": lambda data: d2lpar.allreduce(data, op="mean")},
-        {"ring_allreduce": rebinding},
+        {"allreduce": lambda data: None},
+        {"allreduce": lambda data: d2lpar.allreduce(data, op="mean")},
+        {"allreduce": rebinding},
     ],
     ids=["mean of means", "lost rows", "no allreduce", "division by k", "not in place"],
 )
 def test_a_published_bug_is_seen_as_a_gap(faults, monkeypatch):
+    assert gap_to_one_device() < 1e-12
+    allreduce = faults.pop("allreduce", d2lpar.naive_allreduce)
     for name, function in faults.items():
         monkeypatch.setattr(training, name, function)
-    assert gap_to_one_device() > 1e-5
+    assert gap_to_one_device(allreduce=allreduce) > 1e-5
     if "sgd" in faults:
         assert gap_to_one_device(rows=20) < 1e-12  # right for even shards
-
-
-def test_gradients_that_an_interrupted_call_left_behind_do_not_count():
-    def interrupted(data):
-        raise KeyboardInterrupt
-
-    X, y = batch(8)
-    device_params, devices = replicas(2)
-    expected = step_with_autograd_alone(X, y, device_params[0])
-    with pytest.raises(KeyboardInterrupt):
-        train_batch(X, y, device_params, devices, LR, interrupted)
-    train_batch(X, y, device_params, devices, LR)
-    assert distance(device_params[0], expected) < 1e-12
 
 
 def test_accuracy_counts_every_example_once():
@@ -158,7 +214,7 @@ def test_accuracy_counts_every_example_once():
     assert d2lpar.accuracy(device_params, devices, test_iter) == pytest.approx(71 / 101)
 
 
-# Training
+# Training.
 
 
 @pytest.fixture
@@ -172,7 +228,7 @@ def tiny_data(monkeypatch):
 
     whole = training.load_data_fashion_mnist
 
-    def load(batch_size, seed, device):
+    def load(batch_size, root, seed, device):
         parts = zip(whole(batch_size, device=device), (512, 256), strict=True)
         return [Doubles(p.images[:n], p.labels[:n], batch_size, seed) for p, n in parts]
 
@@ -182,7 +238,7 @@ def tiny_data(monkeypatch):
 
     monkeypatch.setattr(training, "load_data_fashion_mnist", load)
     monkeypatch.setattr(training, "init_params", params_in_float64)
-    return partial(load, device=CPU)
+    return load
 
 
 def test_training_records_its_history_and_learns(tiny_data, capsys):
@@ -192,59 +248,49 @@ def test_training_records_its_history_and_learns(tiny_data, capsys):
         calls.append(len(data))
         d2lpar.naive_allreduce(data)
 
-    history = train(3, 32, 0.2, num_epochs=6, allreduce=counting)
-    assert len(history.loss) == len(history.accuracy) == len(history.seconds) == 6
-    assert history.loss[0] == pytest.approx(2.303, abs=0.3)  # ln 10: as good as a guess
-    assert history.loss[-1] < 1.6 and history.accuracy[-1] > 0.4
-    assert same(*history.device_params[:2]) and set(calls) == {3}
+    run = train(3, 32, 0.2, num_epochs=6, allreduce=counting)
+    assert len(run.loss) == len(run.accuracy) == len(run.seconds) == 6
+    assert run.loss[0] == pytest.approx(2.303, abs=0.3)  # ln 10: as good as a guess
+    assert run.loss[-1] < 1.6 and run.accuracy[-1] > 0.4
+    assert same(*run.device_params[:2]) and set(calls) == {3}
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{history.devices} ({history.hardware})" and len(lines) == 7
-    assert lines[1].startswith("epoch  1/6: loss 2.") and "test accuracy" in lines[2]
+    assert lines[0] == d2lpar.choose_devices(3)[1] and len(lines) == 7
+    assert lines[1].startswith("epoch 1: loss 2.") and "test accuracy" in lines[2]
 
 
 def test_the_seed_is_that_of_the_parameters_and_of_the_order(tiny_data):
-    history = train(1, 64, 0.5, num_epochs=1, seed=3, **silent)
     params = get_params(training.init_params(torch.Generator().manual_seed(3)), CPU)
-    mean_loss = training.train_epoch(tiny_data(64, seed=3)[0], [params], [CPU], 0.5)
-    # the same on any number of devices
-    three = train(3, 64, 0.5, num_epochs=1, seed=3, **silent)
-    for run in (history, three):
+    total = 0
+    for X, y in tiny_data(64, None, 3, CPU)[0]:
+        total += train_batch(X, y, [params], [CPU], 0.5)
+    for k in (1, 3):  # the same on any number of devices
+        run = train(k, 64, 0.5, num_epochs=1, seed=3)
         assert distance([p.cpu() for p in run.device_params[0]], params) < 1e-10
-        assert run.loss == [pytest.approx(mean_loss, rel=1e-10)]
+        assert run.loss == [pytest.approx(total.item() / 512, rel=1e-10)]
 
 
 def test_the_seconds_of_an_epoch_are_those_of_training_alone(tiny_data, monkeypatch):
     clock = [0]
 
     def takes(seconds):
-        return lambda *args: clock.append(clock[-1] + seconds) or 0.5
+        return lambda *args: clock.append(clock[-1] + seconds) or torch.tensor(0.5)
 
     monkeypatch.setattr(training.time, "perf_counter", lambda: clock[-1])
-    monkeypatch.setattr(training, "train_epoch", takes(7))
+    monkeypatch.setattr(training, "train_batch", takes(7))
     monkeypatch.setattr(training, "accuracy", takes(100))
-    assert train(1, 256, 0.1, num_epochs=2, on_progress=takes(1000)).seconds == [7, 7]
-
-
-def one_step(rows, num_devices=2, labels=None, params=None):
-    X, y = batch(rows)
-    train_batch(X, y[:labels], params or replicas(2)[0], [CPU] * num_devices, LR)
+    assert train(1, 256, 0.1, num_epochs=2).seconds == [14, 14]
 
 
 def test_errors_name_what_does_not_fit():
+    X, y = batch(6)
     for call, words in (
-        (lambda: d2lpar.split_batch(*batch(6), []), "devices is empty"),
+        (lambda: d2lpar.split_batch(X, y[:5], [CPU] * 2), "X has 6 rows, but y has 5"),
         (
-            lambda: one_step(6, labels=5),
-            r"X has shape \(6, 1, 28, 28\), but y has shape \(5,\)",
+            lambda: train_batch(X, y, replicas(2)[0], [CPU] * 3, LR),
+            "2 replicas for 3",
         ),
-        (lambda: one_step(0), "the batch is empty"),
-        (lambda: one_step(4, num_devices=3), "2 replicas for 3 devices"),
-        # as .to would give
-        (lambda: one_step(4, params=replicas(1)[0] * 2), "share memory"),
         (lambda: train(0, 256, 0.1), "number of devices must be a positive int, not 0"),
         (lambda: train(1, 0, 0.1), "batch_size must be a positive int, not 0"),
-        (lambda: train(1, 256, 0.1, 0), "num_epochs must be positive, not 0"),
-        (lambda: train(1, 256, float("nan")), "lr must be positive, not nan"),
     ):
         with pytest.raises(ValueError, match=words):
             call()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..data_parallel.scattering import parts_of, rebuild, tensors_of
+from ..data_parallel import parts_of, rebuild
 from ..guards import checked
 
 LOW_DTYPES = torch.float16, torch.bfloat16
@@ -121,6 +121,13 @@ def map_tensors(function: Callable, x: Any) -> Any:
     if isinstance(x, (tuple, list, dict)):
         return rebuild(x, [map_tensors(function, part) for part in parts_of(x)])
     return x
+
+
+def tensors_of(x: Any) -> list[torch.Tensor]:
+    """List the tensors in tuples, lists and dicts."""
+    tensors = []
+    map_tensors(tensors.append, x)
+    return tensors
 
 
 def check_autocast(device_type, dtype, enabled, **_) -> None:

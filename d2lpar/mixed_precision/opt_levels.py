@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from ..data_parallel.ddp import DistributedDataParallel
-from ..data_parallel.replicas import DataParallel, DataParallelModel
-from ..data_parallel.scattering import tensors_of
+from ..data_parallel import DataParallel
+from ..distributed.ddp import DistributedDataParallel
 from ..guards import checked
-from .casting import LOW_DTYPES, autocast, map_tensors
+from ..losses import DataParallelModel
+from .casting import LOW_DTYPES, autocast, map_tensors, tensors_of
 from .grad_scaler import GradScaler
 
 
@@ -108,14 +108,14 @@ def initialize(
 ) -> tuple[nn.Module, Optimizer, GradScaler]:
     """Return the model, an optimiser and a GradScaler, made ready for an opt level.
 
-    The float32 model is changed in place; wrap it in DistributedDataParallel
-    afterwards, or in this module's DataParallel (replicas of torch's would call the
-    original's forward). Its outputs are float32, in any structure of tuples, lists and
-    dicts. In O2 the optimiser returned is a ``MasterWeights`` around yours. What is
-    None is as the level has it. ``loss_scale`` may be "dynamic" or a number, which is
-    kept; 1, which bfloat16 has by itself, scales nothing and skips no step. Unlike in
-    apex, any other number also skips steps that overflow, and "dynamic" may grow beyond
-    2^24. ``keep_batchnorm_fp32`` is for O2 and O3, ``emulate`` that of ``autocast``.
+    The float32 model is changed in place; wrap it in DistributedDataParallel afterwards
+    (replicas of DataParallel would call the original's forward). Its outputs are
+    float32, in any structure of tuples, lists and dicts. In O2 the optimiser returned
+    is a ``MasterWeights`` around yours. What is None is as the level has it.
+    ``loss_scale`` may be "dynamic" or a number, which is kept; 1, which bfloat16 has by
+    itself, scales nothing and skips no step. Unlike in apex, any other number also
+    skips steps that overflow, and "dynamic" may grow beyond 2^24.
+    ``keep_batchnorm_fp32`` is for O2 and O3, ``emulate`` that of ``autocast``.
     """
     level = LEVELS[opt_level]
     casts_model = level.cast_model_type in LOW_DTYPES

@@ -2,7 +2,7 @@
 
 Read ``schedules`` first: which stage does what when. ``partition`` cuts a model,
 ``stages`` runs a stage, ``local`` runs a schedule in one process, and ``distributed``
-between ranks.
+between ranks. ``counts`` knows what the mean of a loss divides by.
 """
 
 from .distributed import DistributedPipeline

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import ranks
-from ..data_parallel.loss import Count
 from ..ranks._old import receive_labelled, send_labelled
 from ..ranks.transport import check_group, group_of
+from .counts import Count
 from .local import Losses, check_batch, check_criterion, on_device, run_actions
 from .schedules import (
     Action,

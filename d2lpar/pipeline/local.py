@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data_parallel.loss import Count, find_count, shares
-from ..data_parallel.scattering import position
+from ..data_parallel import position
 from ..devices import check_devices, to_device
+from .counts import Count, find_count, shares
 from .schedules import (
     Action,
     PipelineSchedule,

@@ -14,7 +14,6 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from ..devices import num_bytes
 from ..guards import checked
 from .stages import call, modules_of
 
@@ -50,7 +49,7 @@ def cut(
     if by == "count":
         costs = [1] * len(layers)
     elif by == "parameters":
-        costs = [sum(map(num_bytes, layer.parameters())) for layer in layers]
+        costs = [sum(param.nbytes for param in layer.parameters()) for layer in layers]
     elif by == "time":
         costs = layer_seconds(layers, X)
     stages, begin = [], 0

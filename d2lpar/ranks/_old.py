@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ..collectives import check_tensor, kind_of
+from ..memory import watched
 from .collectives import sendable
 from .transport import MismatchError, group_of, prepare
 
@@ -188,7 +189,8 @@ def _make(calls: SimpleQueue) -> None:
         # False: it was cancelled while it waited
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(function(*args))
+                with watched():  # what it makes counts, too
+                    future.set_result(function(*args))
             except BaseException as error:
                 future.set_exception(error)
         # or what they hold would live until the next call

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..data_parallel.ddp import DistributedDataParallel
-from ..data_parallel.replicas import DataParallel
-from ..data_parallel.state_sharing import share_named
+from ..data_parallel import DataParallel
+from ..distributed.ddp import DistributedDataParallel
+from ..distributed.state_sharing import share_named
 from ..guards import checked
 from ..ranks.transport import check_group
 from .shards import Moved, Shard, is_dense

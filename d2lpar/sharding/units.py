@@ -16,8 +16,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .. import ranks
-from ..data_parallel.buckets import wide
-from ..data_parallel.ddp import tensors_in
+from ..distributed.buckets import wide
+from ..distributed.ddp import tensors_in
 from ..mixed_precision.casting import map_tensors
 from ..schedules import even_bounds
 from .addresses import Addresses

@@ -1,13 +1,9 @@
 """What only notebooks use: they measure and predict. Read the files in any order.
 
-``memory`` finds the peak and what backward keeps, ``iteration`` traces one iteration of
-each data-parallel form, ``splits`` predicts a step in each split of a network,
-``methods`` puts all methods of the book side by side, and ``checks`` says whether an
-exercise is solved.
+``splits`` predicts a step in each split of a network, ``methods`` puts all methods of
+the book side by side, and ``checks`` says whether an exercise is solved.
 """
 
 from .checks import exercise
-from .iteration import trace
-from .memory import peak_memory, saved_memory
 from .methods import METHODS, PUBLISHED, RESNET50_BYTES
 from .splits import SPLITS, Machine, cost_of, profile

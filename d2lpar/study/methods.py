@@ -19,10 +19,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import ranks
-from ..data_parallel.ddp import DistributedDataParallel
-from ..data_parallel.replicas import DataParallel
+from ..data_parallel import DataParallel
 from ..devices import count_bytes
+from ..distributed.ddp import DistributedDataParallel
 from ..guards import checked
+from ..memory import peak_memory
 from ..mixed_precision import autocast
 from ..models import lenet_layers
 from ..pipeline.distributed import DistributedPipeline
@@ -30,7 +31,6 @@ from ..pipeline.partition import cut
 from ..schedules import cost, ring, star
 from ..sharding import ShardedOptimizer, fully_shard
 from ..tensor_parallel.layers import TensorParallelLeNet
-from .memory import peak_memory
 from .splits import profile
 
 ALONE = "one device", "DataParallel"  # in one process: rank 0 works, the others wait

@@ -18,7 +18,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from ..devices import num_bytes
 from ..models import Copy, Sum
 from ..pipeline.partition import balance
 from ..pipeline.schedules import bubble, live_counts, one_f_one_b, predict
@@ -120,7 +119,7 @@ class _Watch:
             flops=(outside.flops / len(X), inside.flops / len(X)),
             parameters=(outside.parameters, inside.parameters),
             saved=(outside.saved / len(X), inside.saved / len(X)),
-            output=num_bytes(output) / len(X),
+            output=output.nbytes / len(X),
             forward_sums=tuple(size / len(X) for size in self.forward_sums),
             backward_sums=tuple(size / len(X) for size in self.backward_sums),
         )
@@ -132,13 +131,13 @@ class _Watch:
             self._count_flops()
             self.inside = isinstance(part, Copy)
             if not self.inside:
-                self.forward_sums.append(num_bytes(inputs[0]))
+                self.forward_sums.append(inputs[0].nbytes)
             elif inputs[0].requires_grad:
-                self.backward_sums.append(num_bytes(inputs[0]))
+                self.backward_sums.append(inputs[0].nbytes)
             if self.inside:
                 self.whole.add(inputs[0].data_ptr())
         self.tallies[self.inside].parameters += sum(
-            map(num_bytes, part.parameters(recurse=False))
+            param.nbytes for param in part.parameters(recurse=False)
         )
 
     def _count_flops(self) -> None:

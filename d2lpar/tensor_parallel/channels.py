@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..devices import to_device
 from ..guards import checked
-from ..network import channels_last
+from ..training import channels_last
 
 LAYERS = ("conv1", "conv2", "linear1", "linear2")
 EXCHANGES = LAYERS[1:]  # those that can; the first layer takes the image

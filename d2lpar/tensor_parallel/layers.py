@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from .. import ranks
 from ..guards import checked
-from ..network import channels_last
 from ..ranks._old import Group
 from ..ranks.transport import check_group
+from ..training import channels_last
 
 
 def copy_to_group(X: torch.Tensor, group: Group = None) -> torch.Tensor:

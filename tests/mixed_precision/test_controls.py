@@ -13,7 +13,7 @@ from d2lpar import (
     lenet,
     load_data_fashion_mnist,
 )
-from d2lpar.network import loss
+from d2lpar.training import loss
 
 
 @pytest.fixture(scope="module")

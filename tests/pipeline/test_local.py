@@ -33,8 +33,8 @@ from d2lpar import (
     one_f_one_b,
     sequential,
 )
+from d2lpar.memory import peak_memory
 from d2lpar.pipeline.schedules import Action
-from d2lpar.study.memory import peak_memory
 
 W = torch.tensor([0.5, 2.0, 0.25, 1.0, 3.0], dtype=torch.float64)
 

@@ -7,8 +7,8 @@ import torch
 from helpers import close, grads, randn
 from torch import nn
 
+from d2lpar.memory import saved_memory
 from d2lpar.pipeline.stages import Stage
-from d2lpar.study.memory import saved_memory
 
 
 def leaf(*shape, seed=0):

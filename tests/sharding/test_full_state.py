@@ -8,9 +8,9 @@ from helpers import LIMIT, attempt, close, everyones, mlp, on_ranks, randn
 from torch import nn
 
 from d2lpar import ShardedOptimizer, count_bytes, fully_shard
+from d2lpar.memory import peak_memory
 from d2lpar.ranks import launch
 from d2lpar.sharding import FSDPModule, full_state_dict, load_full_state_dict
-from d2lpar.study.memory import peak_memory
 
 ADAM = partial(torch.optim.Adam, lr=0.01, amsgrad=True)
 ROWS = 12

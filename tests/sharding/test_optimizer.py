@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
 from d2lpar import DistributedDataParallel, GradScaler, ShardedOptimizer
-from d2lpar.study.memory import peak_memory
+from d2lpar.memory import peak_memory
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 WAYS = {

@@ -569,7 +569,7 @@ def checkpoints_compute_again_what_they_left_out(rank, k):
 
 def kept_by_a_checkpoint(model, X):
     """Bytes that a checkpoint around the model keeps for backward, beside its input."""
-    from d2lpar.study.memory import saved_memory
+    from d2lpar.memory import saved_memory
 
     output, nbytes = saved_memory(lambda: model(X), without=[X])
     output.sum().backward()

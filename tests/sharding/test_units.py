@@ -8,7 +8,7 @@ from helpers import in_ranks, on_ranks
 from torch import nn
 
 from d2lpar import count_bytes, fully_shard
-from d2lpar.study.memory import peak_memory
+from d2lpar.memory import peak_memory
 
 WIDTH, LAYERS = 256, 8
 UNIT = WIDTH * WIDTH + WIDTH  # numbers in a unit

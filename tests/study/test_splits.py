@@ -16,8 +16,8 @@ from d2lpar import (
     ranks,
     ring,
 )
+from d2lpar.memory import saved_memory
 from d2lpar.models import Copy, Sum, lenet_layers, transformer
-from d2lpar.study.memory import saved_memory
 from d2lpar.study.splits import SPLITS, Machine, cost_of, profile
 from d2lpar.tensor_parallel.layers import TensorParallelLeNet
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import ranks
+from ..data_parallel import scatter
 from ..guards import checked
 from ..ranks.transport import check_group
 from .ddp_arguments import check_arguments, gpu_numbers
 from .reducer import Reducer
-from .scattering import scatter
 from .state_sharing import share_state, share_tensors
 from .uneven import PRESENT, TRAINS, Join, naming_join, num_rows
 

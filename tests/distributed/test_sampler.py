@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
-from d2lpar.data_parallel.sampler import DistributedSampler
+from d2lpar.distributed.sampler import DistributedSampler
 
 SIZES, RANKS = st.integers(0, 60), st.integers(1, 9)
 EPOCHS, SEEDS = st.integers(-2, 5), st.integers(0, 5)

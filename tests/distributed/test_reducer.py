@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from d2lpar import DistributedDataParallel, count_bytes, launch, ranks
-from d2lpar.data_parallel.reducer import AVERAGES, Reducer, _on_gradient
+from d2lpar.distributed.reducer import AVERAGES, Reducer, _on_gradient
 from d2lpar.ranks.lanes import Lanes
 
 TORCHS = nn.parallel.DistributedDataParallel

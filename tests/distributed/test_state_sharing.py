@@ -6,8 +6,8 @@ from helpers import on_ranks
 from torch import nn
 
 from d2lpar import DistributedDataParallel, NaiveDistributedDataParallel, count_bytes
-from d2lpar.data_parallel import state_sharing
-from d2lpar.data_parallel.state_sharing import share_state, share_tensors
+from d2lpar.distributed import state_sharing
+from d2lpar.distributed.state_sharing import share_state, share_tensors
 
 
 def model(rank):

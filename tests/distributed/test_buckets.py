@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from d2lpar.data_parallel.buckets import make_buckets
+from d2lpar.distributed.buckets import make_buckets
 
 MIB = 2**20
 WIDE = [torch.float32, torch.float64, torch.complex64]

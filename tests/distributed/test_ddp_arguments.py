@@ -10,7 +10,7 @@ from helpers import attempt, on_ranks
 from torch import nn
 
 from d2lpar import DistributedDataParallel, SyncBatchNorm
-from d2lpar.data_parallel.ddp_arguments import REFUSED, check_gpu
+from d2lpar.distributed.ddp_arguments import REFUSED, check_gpu
 
 TORCHS = nn.parallel.DistributedDataParallel
 TAKEN = {

@@ -1,0 +1,202 @@
+"""A loss in parts, on devices or in chunks, is the whole's, with its gradients."""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers import mlp, randn
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from d2lpar import (
+    ChunkedLoss,
+    DataParallelCriterion,
+    DataParallelModel,
+    count_bytes,
+    peak_memory,
+)
+
+CPU = torch.device("cpu")
+W = torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0], dtype=torch.float64)
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12, equal_nan=True)
+in_sum = partial(nn.CrossEntropyLoss, reduction="sum")
+
+
+def labels(*shape, ignored=()):
+    """Classes 0 to 4; -100 in the rows that are ignored."""
+    target = torch.randint(5, shape, generator=torch.Generator().manual_seed(3))
+    for row in ignored:
+        target[row % shape[0]] = -100
+    return target
+
+
+def counted(target):
+    return (target != -100).sum()
+
+
+def both(loss, whole, tensors):
+    """The gradients of a loss and of the whole one's, each times 3, and both losses."""
+    grads = [torch.autograd.grad(3 * value, tensors) for value in (loss, whole)]
+    return (loss, *grads[0]), (whole, *grads[1])
+
+
+# On devices.
+
+
+@given(st.integers(1, 9), st.integers(1, 20), st.integers(0, 2**20))
+def test_whatever_is_ignored_parts_are_the_loss_of_one_device(k, rows, ignored):
+    y = labels(rows, ignored=[row for row in range(rows) if ignored >> row & 1])
+    model, X = mlp(3, 5), randn(rows, 3)
+    outputs = DataParallelModel(model, [CPU] * k)(X)
+    assert len(outputs) == len(y.chunk(k))
+    loss = DataParallelCriterion(in_sum(), [CPU] * k, counted)(outputs, y)
+    whole = nn.CrossEntropyLoss()(model(X), y)
+    close(*both(loss, whole, list(model.parameters())))
+
+
+def test_class_weights_sums_other_criteria_and_dimensions():
+    outputs, y = randn(7, 5).requires_grad_(), labels(7)
+    parts, three = list(outputs.chunk(3)), [CPU] * 3
+    loss = DataParallelCriterion(in_sum(W), three, lambda y: W[y].sum())(parts, y)
+    close(*both(loss, nn.CrossEntropyLoss(W)(outputs, y), [outputs]))
+    loss = DataParallelCriterion(in_sum(W), three)(parts, y)
+    close(*both(loss, in_sum(W)(outputs, y), [outputs]))
+    means, variances = randn(7, 5), randn(7, 5).exp()
+    gauss = nn.GaussianNLLLoss(reduction="sum")
+    loss = DataParallelCriterion(gauss, three, lambda y, _: y.numel())
+    whole = nn.GaussianNLLLoss()(outputs, means, variances)
+    close(*both(loss(parts, means, variances), whole, [outputs]))
+    parts = list(outputs.chunk(3, dim=1))
+    loss = DataParallelCriterion(nn.MSELoss(reduction="sum"), three, torch.numel, 1)
+    close(*both(loss(parts, means), F.mse_loss(outputs, means), [outputs]))
+
+
+def test_a_criterion_with_a_parameter_gets_its_gradient_and_travels_once_per_device():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+        def forward(self, outputs, y):
+            return F.cross_entropy(outputs * self.scale, y, reduction="sum")
+
+    criterion, outputs, y = Scaled(), randn(6, 5), labels(6)
+    with count_bytes() as ledger:
+        loss = DataParallelCriterion(criterion, [CPU] * 3)(list(outputs.chunk(3)), y)
+    # two targets and the scale go there, a loss comes back
+    assert ledger.bytes == {(0, 1): 24, (0, 2): 24, (1, 0): 8, (2, 0): 8}
+    close(*both(loss, criterion(outputs, y), [criterion.scale]))
+
+
+# In chunks.
+
+
+@given(st.integers(1, 20), st.integers(1, 21), st.integers(0, 2**20))
+def test_chunks_are_the_loss_of_the_whole(rows, size, ignored):
+    y = labels(rows, ignored=[row for row in range(rows) if ignored >> row & 1])
+    assume(counted(y))
+    generator, hidden = mlp(4, 5), randn(rows, 4).requires_grad_()
+    loss = ChunkedLoss(generator, in_sum(), size, counted)(hidden, y)
+    whole = nn.CrossEntropyLoss()(generator(hidden), y)
+    close(*both(loss, whole, [hidden, *generator.parameters()]))
+
+
+@pytest.mark.parametrize("places", [(), (0,), (3, 0), (2, 3, 2)], ids=str)
+def test_positions_may_have_any_shape(places):
+    generator, hidden = mlp(4, 5), randn(*places, 4).requires_grad_()
+    y = labels(20)[: torch.Size(places).numel()]
+    loss = ChunkedLoss(generator, in_sum(), 2)(hidden, y.reshape(places))
+    whole = in_sum()(generator(hidden).reshape(-1, 5), y)
+    close(*both(loss, whole, [hidden, *generator.parameters()]))
+
+
+def test_on_devices_with_chunks_it_is_still_the_loss_of_one_device():
+    encoder, generator = mlp(3, 4), mlp(4, 5)
+    X, y, three = randn(7, 3), labels(7, ignored=[0, 6]), [CPU] * 3
+    chunked = ChunkedLoss(generator, in_sum(), chunk_size=2)
+    outputs = DataParallelModel(encoder, three)(X)
+    loss = DataParallelCriterion(chunked, three, counted)(outputs, y)
+    whole = nn.CrossEntropyLoss()(generator(encoder(X)), y)
+    close(*both(loss, whole, [*encoder.parameters(), *generator.parameters()]))
+
+
+def test_what_is_frozen_gets_no_gradient_and_without_gradients_none_is_computed():
+    generator, hidden, y = mlp(4, 5), randn(7, 4), labels(7)
+    generator[0].bias.requires_grad_(False)
+    expected = in_sum()(generator(hidden), y)
+    loss = ChunkedLoss(generator, in_sum(), 2)
+    loss(hidden, y).backward()
+    close(
+        [generator[0].weight.grad], torch.autograd.grad(expected, generator[0].weight)
+    )
+    assert generator[0].bias.grad is None
+    calls = []
+    generator.register_forward_hook(
+        lambda module, args, output: calls.append(output.requires_grad)
+    )
+    with torch.no_grad():
+        value = loss(hidden, y)
+    close(value, expected.detach())
+    assert calls == [False] * 4 and not value.requires_grad
+
+
+def test_gradients_of_16_bits_are_added_as_float32():
+    torch.manual_seed(0)
+    generator, y = nn.Linear(16, 50).bfloat16(), torch.randint(50, (1024,))
+    hidden, whole = torch.randn(1024, 16).bfloat16(), nn.Linear(16, 50)
+    whole.load_state_dict(generator.state_dict())
+    [exact] = torch.autograd.grad(in_sum()(whole(hidden.float()), y), [whole.weight])
+    loss = ChunkedLoss(generator, in_sum(), 2)(hidden, y)
+    [found] = torch.autograd.grad(loss, [generator.weight])
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - exact).norm() / exact.norm() < 0.01
+
+
+def test_the_peak_falls_with_the_size_of_the_chunks_and_no_chunk_keeps_its_graph():
+    generator, hidden = nn.Linear(4, 500), torch.randn(1024, 4, requires_grad=True)
+    y = torch.randint(500, (1024,))
+
+    def peak(size):
+        loss = ChunkedLoss(generator, in_sum(), size)
+        return peak_memory(lambda: loss(hidden, y).backward(), CPU)
+
+    whole = peak_memory(lambda: in_sum()(generator(hidden), y).backward(), CPU)
+    assert peak(128) < peak(1024) / 5 and peak(128) < whole / 5
+
+
+def test_second_derivatives_are_refused():
+    hidden = randn(7, 4).requires_grad_()
+    loss = ChunkedLoss(mlp(4, 5), in_sum(), 2)(hidden, labels(7))
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+MEAN, LINEAR, PART = nn.CrossEntropyLoss(), nn.Linear(4, 5), randn(4, 5)
+ERRORS = [
+    (
+        lambda: DataParallelCriterion(MEAN, [CPU]),
+        'reduction="mean", and must have',
+    ),
+    (lambda: ChunkedLoss(LINEAR, MEAN, 2), "for a mean, pass count"),
+    (lambda: DataParallelCriterion(in_sum(), []), "devices is empty"),
+    (
+        lambda: DataParallelCriterion(in_sum(), [CPU])(randn(4, 5), labels(4)),
+        "outputs must be a list with one per device, not a Tensor",
+    ),
+    (
+        lambda: DataParallelCriterion(in_sum(), [CPU] * 2)([PART] * 2, labels(1)),
+        "shorter",
+    ),
+    (
+        lambda: ChunkedLoss(LINEAR, in_sum(), 2)(torch.zeros(7, 4), labels(6)),
+        r"hidden has the shape \[7, 4\], but target \[6\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), ERRORS)
+def test_errors_name_what_does_not_fit(call, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()
