@@ -119,6 +119,7 @@ class SumOfChunks(torch.autograd.Function):
             found = torch.autograd.grad(loss, [cut, *params])  # frees the chunk's graph
             for grad, new in zip([grad_of_states, *grads[1:]], found):
                 grad += new
+            found = new = None  # and is freed before the next chunk
             total = total + loss.detach()
         ctx.save_for_backward(*grads)
         return total
