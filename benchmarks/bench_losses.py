@@ -19,7 +19,7 @@ from d2lpar.models import lenet_layers
 
 GOALS = {"k = 1": 1.05, "k = 2": 1.15, "k = 4": 1.15}  # to the plain module's step
 POSITIONS, WIDTH, CLASSES = 2048, 64, 8000  # of the chunked loss: the logits take 66 MB
-CHUNKS_GOAL = 0.75  # of 8 chunks, to the time that the loss takes when it is not chunked
+CHUNKS_GOAL = 0.75  # of 8 chunks, to the time of the loss in one piece
 
 
 def measure_data_parallel() -> None:

@@ -26,6 +26,7 @@ def scatter(inputs, devices, dim=0):
             f"the tensors to split have {sizes} rows, and need equally many"
         )
     if isinstance(inputs, torch.Tensor):
+        devices = check_devices(devices)
         src = position(inputs.device, devices)
         shards = zip(inputs.chunk(len(devices), dim), devices)
         return [to_device(shard, d, src, i) for i, (shard, d) in enumerate(shards)]
@@ -96,13 +97,10 @@ def replicate(module, devices):
     Tied parameters stay tied. Replica 0 works on the module's own buffers, so that its
     running statistics go on; what the others write into theirs is lost.
     """
-    params = list(module.parameters())
+    devices, params = check_devices(devices), list(module.parameters())
     state = params + list(module.buffers())
-    for tensor in state:
-        if tensor.device != devices[0]:
-            raise ValueError(
-                f"the module is on {tensor.device}: move it to {devices[0]}"
-            )
+    if elsewhere := {str(tensor.device) for tensor in state} - {str(devices[0])}:
+        raise ValueError(f"the module is on {elsewhere}: move it to {devices[0]}")
     copies, replicas = Broadcast.apply(devices, *state), []
     for i in range(len(devices)):
         replaced = state if i else params

@@ -16,10 +16,7 @@ from .devices import choose_devices, to_device
 
 
 def init_params(scale=0.01, generator=None):
-    """Return ``[W1, b1, …, W4, b4]``: weights N(0, scale²), biases zero.
-
-    The gradients are off: ``get_params`` makes the copies that are trained.
-    """
+    """Return ``[W1, b1, …, W4, b4]``: weights N(0, scale²), biases zero."""
     shapes = (20, 1, 3, 3), (50, 20, 5, 5), (800, 128), (128, 10)
     weights = [torch.randn(shape, generator=generator) * scale for shape in shapes]
     W1, W2, W3, W4 = weights
@@ -86,10 +83,7 @@ def shard_rows(rows, devices):
 
 
 def train_batch(X, y, device_params, devices, lr, allreduce=naive_allreduce):
-    """Take an SGD step in place on all replicas; return the summed loss.
-
-    It is the step of a single device with the whole batch, up to rounding.
-    """
+    """Take one device's SGD step in place on all replicas; return the summed loss."""
     if len(device_params) != len(devices):
         raise ValueError(f"{len(device_params)} replicas for {len(devices)} devices")
     X_shards, y_shards = split_batch(X, y, devices)

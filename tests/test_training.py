@@ -117,17 +117,6 @@ def test_get_params_gives_independent_copies_that_record_gradients():
     assert all(a.stride() == b.stride() for a, b in zip(copies[0], params, strict=True))
 
 
-def test_naive_allreduce_sums_in_place_on_every_device():
-    for k in (1, 2, 5):
-        data = [torch.full((2, 3), i + 1.0) for i in range(k)]
-        tensors = list(data)
-        with d2lpar.count_bytes() as ledger:
-            d2lpar.naive_allreduce(data)
-        assert all(torch.equal(t, torch.full((2, 3), k * (k + 1) / 2)) for t in tensors)
-        there = {(0, i): 24 for i in range(1, k)}
-        assert ledger.bytes == there | {(i, 0): 24 for i in range(1, k)}
-
-
 def test_shards_differ_by_at_most_a_row_and_lose_none():
     for rows, k in [(0, 2), (1, 3), (2, 8), (7, 1), (7, 3), (256, 8)]:
         X, y = batch(rows)
@@ -267,18 +256,6 @@ def test_the_seed_is_that_of_the_parameters_and_of_the_order(tiny_data):
         run = train(k, 64, 0.5, num_epochs=1, seed=3)
         assert distance([p.cpu() for p in run.device_params[0]], params) < 1e-10
         assert run.loss == [pytest.approx(total.item() / 512, rel=1e-10)]
-
-
-def test_the_seconds_of_an_epoch_are_those_of_training_alone(tiny_data, monkeypatch):
-    clock = [0]
-
-    def takes(seconds):
-        return lambda *args: clock.append(clock[-1] + seconds) or torch.tensor(0.5)
-
-    monkeypatch.setattr(training.time, "perf_counter", lambda: clock[-1])
-    monkeypatch.setattr(training, "train_batch", takes(7))
-    monkeypatch.setattr(training, "accuracy", takes(100))
-    assert train(1, 256, 0.1, num_epochs=2).seconds == [14, 14]
 
 
 def test_errors_name_what_does_not_fit():

@@ -74,7 +74,7 @@ class Pipeline(SplitModel):
         num_microbatches: in a batch; fewer if it has fewer rows.
         schedule: such as ``gpipe``; any other is checked, see ``check_pipeline``.
         recompute: whether a stage keeps only inputs and outputs.
-        count: see ``DataParallelCriterion``.
+        count: see ``counts.find_count``.
     """
 
     def __init__(
