@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import struct
+import zlib
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -44,7 +45,7 @@ def read_idx(path: Path, sha256: str) -> torch.Tensor:
     """Read a gzipped IDX file of unsigned bytes; raise DataError if it is not whole."""
     try:
         content = bytearray(gzip.decompress(path.read_bytes()))
-    except (OSError, EOFError, gzip.zlib.error) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}). {REMEDY}") from None
     if (found := hashlib.sha256(content).hexdigest()) != sha256:
         raise DataError(f"{path} has the SHA-256 {found}, not {sha256}. {REMEDY}")

@@ -89,7 +89,10 @@ class Ledger:
 
 @contextmanager
 def count_bytes():
-    """Count, inside the ``with`` block, every byte that moves between positions."""
+    """Count the bytes that move between positions inside the ``with`` block.
+
+    All threads are counted; one of them opens the block.
+    """
     outer, Ledger.current = Ledger.current, Ledger()
     try:
         yield Ledger.current
@@ -99,8 +102,9 @@ def count_bytes():
 
 def record_message(tensor: torch.Tensor, src, dst) -> None:
     """Write into the ledger, if one is open, that a tensor goes from src to dst."""
-    if Ledger.current is not None and src != dst:
-        Ledger.current.record(src, dst, tensor.nbytes)
+    ledger = Ledger.current
+    if ledger is not None and src != dst:
+        ledger.record(src, dst, tensor.nbytes)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Tensor:

@@ -20,14 +20,9 @@ def init_params(scale=0.01, generator=None):
     shapes = (20, 1, 3, 3), (50, 20, 5, 5), (800, 128), (128, 10)
     weights = [torch.randn(shape, generator=generator) * scale for shape in shapes]
     W1, W2, W3, W4 = weights
+    W1, W2 = (W.to(memory_format=torch.channels_last) for W in (W1, W2))  # faster
     b1, b2, b3, b4 = torch.zeros(20), torch.zeros(50), torch.zeros(128), torch.zeros(10)
-    return [channels_last(W1), b1, channels_last(W2), b2, W3, b3, W4, b4]
-
-
-def channels_last(weight):
-    """Return the same numbers with the channels last in memory: faster on a CPU."""
-    # .to() would leave W1 as it is, since its single channel fits either format
-    return torch.empty_like(weight, memory_format=torch.channels_last).copy_(weight)
+    return [W1, b1, W2, b2, W3, b3, W4, b4]
 
 
 def lenet(X, params):
@@ -61,15 +56,15 @@ def get_params(params, device):
 def naive_allreduce(data):
     """Sum in place: add all to ``data[0]``, then copy the sum to all others."""
     for i in range(1, len(data)):
-        data[0] += to_device(data[i], data[0].device, i, 0)
+        data[0].add_(to_device(data[i], data[0].device, i, 0))
     for i in range(1, len(data)):
-        data[i][:] = to_device(data[0], data[i].device, 0, i)
+        data[i].copy_(to_device(data[0], data[i].device, 0, i))
 
 
 def split_batch(X, y, devices):
     """Split ``X`` and ``y`` into one shard per device: ``(X_shards, y_shards)``.
 
-    The shards keep the order and differ by at most one row; some may be empty.
+    The shards keep the order and differ in size by at most one row.
     """
     if len(X) != len(y):
         raise ValueError(f"X has {len(X)} rows, but y has {len(y)}")
@@ -83,7 +78,7 @@ def shard_rows(rows, devices):
 
 
 def train_batch(X, y, device_params, devices, lr, allreduce=naive_allreduce):
-    """Take one device's SGD step in place on all replicas; return the summed loss."""
+    """Take the same SGD step in place on every replica; return the summed loss."""
     if len(device_params) != len(devices):
         raise ValueError(f"{len(device_params)} replicas for {len(devices)} devices")
     X_shards, y_shards = split_batch(X, y, devices)
@@ -97,6 +92,7 @@ def train_batch(X, y, device_params, devices, lr, allreduce=naive_allreduce):
         allreduce([params[i].grad for params in device_params])
     for params in device_params:
         sgd(params, lr, len(X))
+    # sent last: whoever waits for the sum has waited for all devices
     parts = [
         to_device(part.detach(), devices[0], i, 0) for i, part in enumerate(losses)
     ]
@@ -106,20 +102,21 @@ def train_batch(X, y, device_params, devices, lr, allreduce=naive_allreduce):
 @torch.no_grad()
 def accuracy(device_params, devices, test_iter):
     """Return the fraction of the examples that the network gets right."""
-    correct, total = 0, 0
+    correct, total = [0] * len(devices), 0
     for X, y in test_iter:
         X_shards, y_shards = split_batch(X, y, devices)
-        for X_shard, y_shard, params in zip(X_shards, y_shards, device_params):
-            correct += (lenet(X_shard, params).argmax(dim=1) == y_shard).sum().item()
+        for i in range(len(devices)):
+            hits = lenet(X_shards[i], device_params[i]).argmax(dim=1) == y_shards[i]
+            correct[i] += hits.sum()
         total += len(y)
-    return correct / total
+    return sum(count.item() for count in correct) / total
 
 
 @dataclass
 class History:
     """What ``train`` measured in each epoch, and the replicas that it trained."""
 
-    device_params: list
+    device_params: list = field(repr=False)
     loss: list = field(default_factory=list)  # mean over the training examples
     accuracy: list = field(default_factory=list)  # on the test examples
     seconds: list = field(default_factory=list)  # of training, without the test
@@ -133,11 +130,12 @@ def train(
     ``batch_size`` counts the rows of all devices together. The parameters at the start
     and the order of the examples follow from ``seed``, whatever the number of devices.
     """
-    devices, words = choose_devices(num_devices)
-    train_iter, test_iter = load_data_fashion_mnist(batch_size, None, seed, devices[0])
+    devices, description = choose_devices(num_devices)
+    data = load_data_fashion_mnist(batch_size, seed=seed, device=devices[0])
     params = init_params(generator=torch.Generator().manual_seed(seed))
     run = History([get_params(params, device) for device in devices])
-    print(words)
+    train_iter, test_iter = data
+    print(description)
     for epoch in range(1, num_epochs + 1):
         begin, total = time.perf_counter(), 0
         for X, y in train_iter:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from ..devices import to_device
 from ..guards import checked
-from ..training import channels_last
 
 LAYERS = ("conv1", "conv2", "linear1", "linear2")
 EXCHANGES = LAYERS[1:]  # those that can; the first layer takes the image
@@ -53,7 +52,8 @@ def split_channels(
             if i > 0 and layer not in exchange:
                 num_channels = len(params[2 * i - 1])  # of the layer before
                 own_W = own_inputs(own_W, inputs, num_channels, k)[d]
-            own_W = channels_last(own_W) if is_conv else own_W
+            if is_conv:
+                own_W = own_W.to(memory_format=torch.channels_last)
             for param in (own_W, own_b):
                 device_params[d].append(
                     param.detach().to(device, copy=True).requires_grad_()

@@ -16,7 +16,6 @@ from .. import ranks
 from ..guards import checked
 from ..ranks._old import Group
 from ..ranks.transport import check_group
-from ..training import channels_last
 
 
 def copy_to_group(X: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -181,8 +180,14 @@ def cut_lenet(params: list[torch.Tensor], group: Group = None) -> list[torch.Ten
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     own = partial(own_part, group=group)
     return [
-        *(channels_last(own(W1, 0)), own(b1, 0)),  # (own channels, 1, 3, 3)
-        *(channels_last(own(W2, 1)), b2.detach().clone()),  # (50, own channels, 5, 5)
+        *(
+            own(W1, 0).to(memory_format=torch.channels_last),
+            own(b1, 0),
+        ),  # (own channels, 1, 3, 3)
+        *(
+            own(W2, 1).to(memory_format=torch.channels_last),
+            b2.detach().clone(),
+        ),  # (50, own channels, 5, 5)
         *(own(W3, 1), own(b3, 0)),  # (800, own columns)
         *(own(W4, 0), b4.detach().clone()),  # (own rows, 10)
     ]
