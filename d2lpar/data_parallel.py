@@ -6,25 +6,24 @@ this file. Source: ``torch.nn.parallel``, whose functions need GPUs.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import torch
 from torch import nn
 
 from .devices import as_device, check_devices, record_message, to_device
+from .memory import watched
 
 
 def scatter(inputs, devices, dim=0):
     """Split every tensor of ``inputs`` along ``dim``; return what each device gets.
 
-    Tuples, lists and dicts may be nested; what is no tensor goes to every device. It
-    splits by ``chunk``, as torch's does: there are fewer shards than devices where
-    there are not enough rows. Gradients flow back.
+    Tuples, lists and dicts may be nested; anything else goes to every device. Tensors
+    are split by ``chunk``, as torch's scatter does, which may give fewer shards than
+    devices: 2, 2 and 1 for 5 rows and 4 devices. Gradients flow back.
     """
-    if len(sizes := rows_of(inputs, dim)) > 1:
-        raise ValueError(
-            f"the tensors to split have {sizes} rows, and need equally many"
-        )
+    sizes = rows_of(inputs, dim)
+    if len(sizes) > 1:
+        raise ValueError(f"the tensors to split have {sizes} rows: pass equally many")
     if isinstance(inputs, torch.Tensor):
         devices = check_devices(devices)
         src = position(inputs.device, devices)
@@ -63,61 +62,54 @@ def position(device, devices):
 
 
 class Broadcast(torch.autograd.Function):
-    """Copies of tensors for all devices; their gradients are added up in backward."""
+    """Copies of a tensor for all devices; their gradients are added up in backward."""
 
     @staticmethod
-    def forward(ctx, devices, *tensors):
-        """Return the copies for device 0, which share memory, then those for 1, …."""
+    def forward(ctx, tensor, devices):
+        """Return a copy per device; that of device 0 shares the tensor's memory."""
         ctx.devices = devices
-        ctx.set_materialize_grads(False)  # of a copy that is not used, it is None
-        copies = [tensor.detach() for tensor in tensors]
+        ctx.set_materialize_grads(False)  # a copy that was not used has None
         for i in range(1, len(devices)):
-            for tensor in tensors:
-                record_message(tensor, 0, i)
-                copies.append(tensor.to(devices[i], copy=True))
-        trained = [tensor.requires_grad for tensor in tensors] * len(devices)
-        frozen = [copy for copy, is_trained in zip(copies, trained) if not is_trained]
-        ctx.mark_non_differentiable(*frozen)
-        return tuple(copies)
+            record_message(tensor, 0, i)
+        others = [tensor.to(device, copy=True) for device in devices[1:]]
+        return tensor.detach(), *others
 
     @staticmethod
     def backward(ctx, *grads):
-        """Add up the gradients of tensor j: they are at positions j, j + n, …."""
-        n, sums = len(grads) // len(ctx.devices), []
-        for j in range(n):
-            found = [(i, g) for i, g in enumerate(grads[j::n]) if g is not None]
-            there = [to_device(g, ctx.devices[0], i, 0) for i, g in found]
-            sums.append(sum(there) if there else None)
-        return None, *sums  # None is for the argument ``devices``
+        """Return the sum of the copies' gradients, and None for ``devices``."""
+        found = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+        there = [to_device(grad, ctx.devices[0], i, 0) for i, grad in found]
+        return sum(there[1:], there[0]) if there else None, None
 
 
 def replicate(module, devices):
     """Return a copy of ``module`` per device; gradients of all flow to ``module``.
 
-    Tied parameters stay tied. Replica 0 works on the module's own buffers, so that its
-    running statistics go on; what the others write into theirs is lost.
+    Tied parameters stay tied. Replica 0 shares the module's memory, so that its running
+    statistics go on; what the others write into theirs is lost.
     """
-    devices, params = check_devices(devices), list(module.parameters())
-    state = params + list(module.buffers())
+    devices, state = check_devices(devices), [*module.parameters(), *module.buffers()]
     if elsewhere := {str(tensor.device) for tensor in state} - {str(devices[0])}:
         raise ValueError(f"the module is on {elsewhere}: move it to {devices[0]}")
-    copies, replicas = Broadcast.apply(devices, *state), []
+    copies = {tensor: Broadcast.apply(tensor, devices) for tensor in state}
+    replicas = []
     for i in range(len(devices)):
-        replaced = state if i else params
-        twins = dict(zip(replaced, copies[i * len(state) :]))
+        twins = {tensor: copies[tensor][i] for tensor in state}
         replicas.append(with_twins(module, twins))
     return replicas
 
 
 def with_twins(module, twins):
-    """Return a shallow copy of ``module``, with the twins of its tensors in it."""
-    replica = module.__new__(type(module))
+    """Return a shallow copy of a module, with the twins of its tensors and modules."""
+    if module is None or module in twins:
+        return twins.get(module)
+    replica = twins[module] = module.__new__(type(module))
     vars(replica).update(vars(module))
     for name in ("_parameters", "_buffers"):
         own = vars(module)[name].items()
-        setattr(replica, name, {key: twins.get(tensor, tensor) for key, tensor in own})
+        setattr(replica, name, {key: twins.get(tensor) for key, tensor in own})
     parts = module._modules.items()
-    replica._modules = {key: part and with_twins(part, twins) for key, part in parts}
+    replica._modules = {key: with_twins(part, twins) for key, part in parts}
     return replica
 
 
@@ -128,24 +120,23 @@ def parallel_apply(modules, inputs, kwargs=None):
     have the caller's grad mode and autocast. An error says which replica it was.
     """
     grad = torch.is_grad_enabled()
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    regions = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+    kind = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
+    cast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
     def call(i, module, args, options):
         args = args if isinstance(args, tuple | list) else (args,)
-        with ExitStack() as stack:  # torch keeps these settings for each thread
-            stack.enter_context(torch.set_grad_enabled(grad))
-            for region in regions:
-                stack.enter_context(torch.autocast(*region))
+        # torch keeps these settings for each thread
+        with torch.set_grad_enabled(grad), torch.autocast(*cast), watched():
             try:
                 return module(*args, **options)
             except Exception as error:
                 error.add_note(f"This was replica {i}.")
                 raise
 
+    calls = zip(modules, inputs, kwargs or [{}] * len(modules), strict=True)
     with ThreadPoolExecutor(max(1, len(modules))) as pool:
-        options = kwargs or [{}] * len(modules)
-        return list(pool.map(call, range(len(modules)), modules, inputs, options))
+        futures = [pool.submit(call, i, *each) for i, each in enumerate(calls)]
+    return [future.result() for future in futures]
 
 
 def gather(outputs, device, dim=0):
@@ -155,14 +146,17 @@ def gather(outputs, device, dim=0):
     """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
+        device = as_device(device)
         dst = position(device, [output.device for output in outputs])
         there = [to_device(output, device, i, dst) for i, output in enumerate(outputs)]
         return torch.cat(there, dim) if first.dim() else torch.stack(there)
     if isinstance(first, dict):
+        if any(output.keys() != first.keys() for output in outputs):
+            raise ValueError(f"an output has other keys than {list(first)}")
         groups = [[output[key] for output in outputs] for key in first]
     elif isinstance(first, tuple | list):
         groups = zip(*outputs, strict=True)
-    elif first is None:
+    elif all(output is None for output in outputs):
         return None
     else:
         problem = f"cannot gather a {type(first).__name__}"

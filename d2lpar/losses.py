@@ -48,10 +48,8 @@ class DataParallelCriterion(nn.Module):
     def forward(self, outputs, *targets):
         """Return the loss; ``outputs`` is the list that DataParallelModel returns."""
         if not isinstance(outputs, list | tuple):
-            found = type(outputs).__name__
-            raise TypeError(
-                f"outputs must be a list with one per device, not a {found}"
-            )
+            problem = f"outputs is a {type(outputs).__name__}"
+            raise TypeError(f"{problem}: pass the list that DataParallelModel returns")
         devices = self.devices[: len(outputs)]
         parts = scatter(targets, devices, self.dim)
         inputs = [(output, *part) for output, part in zip(outputs, parts, strict=True)]
@@ -61,22 +59,23 @@ class DataParallelCriterion(nn.Module):
 
 
 def check_sums(criterion):
-    """Refuse a criterion that takes the mean: its parts cannot be added up."""
-    reduction = getattr(criterion, "reduction", "sum")
-    if reduction != "sum":
-        problem = f'the criterion has reduction="{reduction}", and must have "sum"'
-        raise ValueError(
-            f"{problem}; for a mean, pass count, a function of the targets"
-        )
+    """Refuse a criterion that takes the mean: means of parts cannot be added up."""
+    if not isinstance(criterion, nn.Module):
+        raise TypeError(f"the criterion must be an nn.Module, not {criterion!r}")
+    for part in criterion.modules():
+        if getattr(part, "reduction", "sum") != "sum":
+            problem = f'{part} has reduction="{part.reduction}", and must have "sum"'
+            raise ValueError(f"{problem}. For the mean, pass count, which divides it")
 
 
 class ChunkedLoss(nn.Module):
-    """``criterion(generator(hidden), target)``, without ever having all logits.
+    """``criterion(generator(hidden), target)``, without ever holding all logits.
 
     ``generator`` maps (n, d) to (n, classes), ``criterion`` sums over the positions,
-    and ``count(target)``, if given, divides. A chunk's gradients are computed together
-    with its loss, and ``backward`` only scales them: too late for float16, whose
-    gradients need a GradScaler's factor from the start.
+    and ``count(target)``, if given, divides. ``hidden`` and the parameters of both get
+    gradients, which are computed chunk by chunk together with the loss; ``backward``
+    only scales them. That is too late for float16, which needs a GradScaler's factor
+    from the start, and hooks of parameters see each chunk.
     """
 
     def __init__(self, generator, criterion, chunk_size, count=None):
@@ -87,7 +86,8 @@ class ChunkedLoss(nn.Module):
 
     def loss_of(self, states, words):
         """Return the summed loss of a chunk: states (n, d), and words (n,)."""
-        return self.criterion(self.generator(states), words)
+        loss = self.criterion(self.generator(states), words)
+        return loss.to(wide(loss.dtype))
 
     def forward(self, hidden, target):
         """Return the loss; ``hidden`` is (…, d), and ``target`` (…)."""
@@ -96,7 +96,7 @@ class ChunkedLoss(nn.Module):
             raise ValueError(f"hidden has the shape {shapes}: the positions differ")
         whole = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
         if torch.is_grad_enabled():
-            params = [p for p in self.generator.parameters() if p.requires_grad]
+            params = [param for param in self.parameters() if param.requires_grad]
             total = SumOfChunks.apply(self.loss_of, self.chunk_size, *whole, *params)
         else:
             chunks = zip(*[tensor.split(self.chunk_size) for tensor in whole])
@@ -110,16 +110,19 @@ class SumOfChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss_of, size, hidden, target, *params):
         """Return the sum over the chunks, and keep the sums of their gradients."""
-        total, grads = 0, [wide_zeros(tensor) for tensor in (hidden, *params)]
+        total, leaves = 0, (hidden, *params)
+        grads = [torch.zeros_like(leaf, dtype=wide(leaf.dtype)) for leaf in leaves]
+        # the last are views of grads[0]: they fill it
         parts = [tensor.split(size) for tensor in (hidden, target, grads[0])]
         for states, words, grad_of_states in zip(*parts):
             cut = states.detach().requires_grad_()  # the graph ends here
             with torch.enable_grad():
                 loss = loss_of(cut, words)
-            found = torch.autograd.grad(loss, [cut, *params])  # frees the chunk's graph
+            # this frees the chunk's graph
+            found = torch.autograd.grad(loss, [cut, *params], allow_unused=True)
             for grad, new in zip([grad_of_states, *grads[1:]], found):
-                grad += new
-            found = new = None  # and is freed before the next chunk
+                grad += 0 if new is None else new
+            found = new = None  # and this the gradients, before the next chunk
             total = total + loss.detach()
         ctx.save_for_backward(*grads)
         return total
@@ -133,7 +136,6 @@ class SumOfChunks(torch.autograd.Function):
         return None, None, of_hidden, None, *of_params
 
 
-def wide_zeros(tensor):
-    """Return zeros like ``tensor``, to add to: of float32, where it has 16 bits."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    return torch.zeros_like(tensor, dtype=dtype)
+def wide(dtype):
+    """Return the dtype in which to add up: float32 for 16 bits, else the same."""
+    return torch.promote_types(dtype, torch.float32)

@@ -84,5 +84,6 @@ def saved_memory(function, without=()) -> tuple:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function()
     for tensor in tree_leaves((list(without), result)):
-        saved.pop(tensor.untyped_storage().data_ptr(), None)
+        if isinstance(tensor, torch.Tensor):
+            saved.pop(tensor.untyped_storage().data_ptr(), None)
     return result, sum(saved.values())

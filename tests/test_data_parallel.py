@@ -124,6 +124,24 @@ def test_output_and_gradients_are_those_of_the_plain_module_and_of_torchs(
     assert any(grad is not None and grad.norm() > 1e-4 for grad in found[0][1:])
 
 
+def test_replicas_are_called_with_hooks_and_in_the_modules_own_mode():
+    seen, module = [], nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4)).double()
+    module.register_forward_hook(lambda *_: seen.append("called"))
+    X = randn(6, 4)
+    for mode in (False, True):
+        output = DataParallel(module.train(mode), TWO)(input=X)
+        assert torch.equal(output != X / (1 + 1e-5) ** 0.5, output == output) == mode
+    assert seen == ["called"] * 4  # on both devices, by keyword, too
+
+
+def test_what_is_one_in_the_module_is_one_in_a_replica():
+    module = nn.Sequential(linear(2, 2), nn.Sequential(linear(2, 2)), None)
+    module[1][0].weight, module.again = module[0].weight, module[0]
+    for replica in replicate(module, TWO):
+        assert replica.again is replica[0] is not module[0] and replica[2] is None
+        assert replica[1][0].weight is replica[0].weight
+
+
 def test_for_any_number_of_rows_it_trains_as_one_device():
     plain, ours = mlp(4, 7, 3), mlp(4, 7, 3)
     for module in (plain, DataParallel(ours, THREE)):
@@ -167,6 +185,7 @@ def test_losses_become_a_vector_as_torchs_and_stay_numbers_on_a_single_device(to
     module, X = Apply(lambda self, X: X.mean()), torch.tensor([1.0, 2, 6, 8, 9])
     assert DataParallel(module, [CPU])(X).shape == ()
     assert DataParallel(module, TWO)(X).tolist() == [3, 8.5]
+    assert DataParallel(module, TWO)(X[:1]).tolist() == [1]
     close(DataParallel(module, TWO)(X), torchs(module, 2)(X))
     assert DataParallel(module, TWO, "meta")(X).device.type == "meta"
 
@@ -206,7 +225,6 @@ def test_scatter_is_torchs_and_gather_its_reverse(torchs):
 
 def test_replicas_but_the_first_share_nothing_with_the_module():
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
-    module.again = module[0]
     replicas = replicate(module, THREE)
 
     def storages(part):
@@ -223,7 +241,6 @@ def test_replicas_but_the_first_share_nothing_with_the_module():
             )
         )
         assert not set(replica.modules()) & set(module.modules())
-        assert replica.again.weight is replica[0].weight
         assert all(p.requires_grad and not p.is_leaf for p in replica.parameters())
     replicas[1][0].mark = replicas[1].train(False)
     assert module.training and not hasattr(module[0], "mark")
@@ -286,6 +303,9 @@ def test_an_iteration_sends_the_batch_the_outputs_and_twice_the_parameters():
     there = {(0, i): inputs + size + buffers + outputs for i in range(1, k)}
     assert ledger.bytes == there | {(i, 0): outputs + size for i in range(1, k)}
     with count_bytes() as ledger:
+        DataParallel(module.eval(), [CPU] * k)(X[:2])  # to the device with rows alone
+    assert set(ledger.bytes) == {(0, 1), (1, 0)}
+    with count_bytes() as ledger:
         scatter(randn(5, 2), ["meta", "meta"])  # from where no device is
     assert ledger.bytes == {("host", 0): 3 * 16, ("host", 1): 2 * 16}
 
@@ -300,8 +320,9 @@ ERRORS = [
     (lambda: gather([[{1}], [{1}]], CPU), TypeError, "cannot gather a set: return"),
     (lambda: gather([(1.5,), (1.5,)], CPU), TypeError, "cannot gather a float"),
     (lambda: gather([(randn(1),), ()], CPU), ValueError, "shorter"),
-    (lambda: DataParallel(mlp(4, 3), "cpu"), TypeError, "list of devices, not 'cpu'"),
-    (lambda: DataParallel(mlp(4, 3), []), ValueError, "devices is empty"),
+    (lambda: gather([{"a": None}, {"a": None, "b": 1}], CPU), ValueError, "other keys"),
+    (lambda: gather([None, randn(1)], CPU), TypeError, "cannot gather a NoneType"),
+    (lambda: parallel_apply([mlp(4, 3)] * 2, [()]), ValueError, "shorter"),
     (
         lambda: DataParallel(mlp(4, 3), TWO, "cuda:99"),
         ValueError,
@@ -312,7 +333,11 @@ ERRORS = [
         ValueError,
         r"the module is on \{'cpu'\}: move it to meta",
     ),
-    (lambda: DataParallel(mlp(4, 3), TWO)(randn(4, 5)), RuntimeError, "cannot be mult"),
+    (
+        lambda: replicate(nn.BatchNorm1d(2, affine=False), [torch.device("meta")]),
+        ValueError,
+        "move it to meta",
+    ),
 ]
 
 

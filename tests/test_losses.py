@@ -37,7 +37,9 @@ def counted(target):
 
 
 def both(loss, whole, tensors):
-    """The gradients of a loss and of the whole one's, each times 3, and both losses."""
+    """A loss and the whole one, and the gradients of both times 3, computed twice."""
+    for value in (loss, whole):
+        torch.autograd.grad(value, tensors, retain_graph=True)
     grads = [torch.autograd.grad(3 * value, tensors) for value in (loss, whole)]
     return (loss, *grads[0]), (whole, *grads[1])
 
@@ -73,20 +75,26 @@ def test_class_weights_sums_other_criteria_and_dimensions():
     close(*both(loss(parts, means), F.mse_loss(outputs, means), [outputs]))
 
 
+class Scaled(nn.Module):
+    """A criterion with a parameter, and one that it does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, outputs, y):
+        return F.cross_entropy(outputs * self.scale, y, reduction="sum")
+
+
 def test_a_criterion_with_a_parameter_gets_its_gradient_and_travels_once_per_device():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-        def forward(self, outputs, y):
-            return F.cross_entropy(outputs * self.scale, y, reduction="sum")
-
     criterion, outputs, y = Scaled(), randn(6, 5), labels(6)
     with count_bytes() as ledger:
         loss = DataParallelCriterion(criterion, [CPU] * 3)(list(outputs.chunk(3)), y)
     # two targets and the scale go there, a loss comes back
     assert ledger.bytes == {(0, 1): 24, (0, 2): 24, (1, 0): 8, (2, 0): 8}
+    close(*both(loss, criterion(outputs, y), [criterion.scale]))
+    loss = ChunkedLoss(nn.Identity(), criterion, 4)(outputs, y)
     close(*both(loss, criterion(outputs, y), [criterion.scale]))
 
 
@@ -142,13 +150,17 @@ def test_what_is_frozen_gets_no_gradient_and_without_gradients_none_is_computed(
     assert calls == [False] * 4 and not value.requires_grad
 
 
-def test_gradients_of_16_bits_are_added_as_float32():
+def test_losses_and_gradients_of_16_bits_are_added_as_float32():
     torch.manual_seed(0)
     generator, y = nn.Linear(16, 50).bfloat16(), torch.randint(50, (1024,))
     hidden, whole = torch.randn(1024, 16).bfloat16(), nn.Linear(16, 50)
     whole.load_state_dict(generator.state_dict())
-    [exact] = torch.autograd.grad(in_sum()(whole(hidden.float()), y), [whole.weight])
+    expected = in_sum()(whole(hidden.float()), y)
+    [exact] = torch.autograd.grad(expected, [whole.weight])
     loss = ChunkedLoss(generator, in_sum(), 2)(hidden, y)
+    with torch.no_grad():
+        again = ChunkedLoss(generator, in_sum(), 2)(hidden, y)
+    assert abs(loss / expected - 1) < 2e-3 and torch.equal(loss, again)
     [found] = torch.autograd.grad(loss, [generator.weight])
     assert found.dtype == torch.bfloat16
     assert (found.float() - exact).norm() / exact.norm() < 0.01
@@ -163,7 +175,8 @@ def test_the_peak_falls_with_the_size_of_the_chunks_and_no_chunk_keeps_its_graph
         return peak_memory(lambda: loss(hidden, y).backward(), CPU)
 
     whole = peak_memory(lambda: in_sum()(generator(hidden), y).backward(), CPU)
-    assert peak(128) < peak(1024) / 5 and peak(128) < whole / 5
+    logits, grads = 4 * 500 * 128, hidden.nbytes + 5 * 500 * 4
+    assert peak(128) < 3 * logits + grads + 5_000 < whole / 5
 
 
 def test_second_derivatives_are_refused():
@@ -179,11 +192,12 @@ ERRORS = [
         lambda: DataParallelCriterion(MEAN, [CPU]),
         'reduction="mean", and must have',
     ),
-    (lambda: ChunkedLoss(LINEAR, MEAN, 2), "for a mean, pass count"),
+    (lambda: ChunkedLoss(LINEAR, F.cross_entropy, 2), "must be an nn.Module, not <fu"),
+    (lambda: ChunkedLoss(LINEAR, nn.Sequential(MEAN), 2), "For the mean, pass count"),
     (lambda: DataParallelCriterion(in_sum(), []), "devices is empty"),
     (
         lambda: DataParallelCriterion(in_sum(), [CPU])(randn(4, 5), labels(4)),
-        "outputs must be a list with one per device, not a Tensor",
+        "outputs is a Tensor: pass the list that",
     ),
     (
         lambda: DataParallelCriterion(in_sum(), [CPU] * 2)([PART] * 2, labels(1)),
@@ -192,6 +206,10 @@ ERRORS = [
     (
         lambda: ChunkedLoss(LINEAR, in_sum(), 2)(torch.zeros(7, 4), labels(6)),
         r"hidden has the shape \[7, 4\], but target \[6\]",
+    ),
+    (
+        lambda: ChunkedLoss(LINEAR, in_sum(), 2)(torch.zeros(2, 3, 4), labels(3, 2)),
+        "the positions differ",
     ),
 ]
 
