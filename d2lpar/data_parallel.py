@@ -78,8 +78,9 @@ class Broadcast(torch.autograd.Function):
     def backward(ctx, *grads):
         """Return the sum of the copies' gradients, and None for ``devices``."""
         found = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
-        there = [to_device(grad, ctx.devices[0], i, 0) for i, grad in found]
-        return sum(there[1:], there[0]) if there else None, None
+        moved = [to_device(grad, ctx.devices[0], i, 0) for i, grad in found]
+        total = sum(moved[1:], moved[0]) if moved else None
+        return total, None
 
 
 def replicate(module, devices):
@@ -148,8 +149,8 @@ def gather(outputs, device, dim=0):
     if isinstance(first, torch.Tensor):
         device = as_device(device)
         dst = position(device, [output.device for output in outputs])
-        there = [to_device(output, device, i, dst) for i, output in enumerate(outputs)]
-        return torch.cat(there, dim) if first.dim() else torch.stack(there)
+        moved = [to_device(output, device, i, dst) for i, output in enumerate(outputs)]
+        return torch.cat(moved, dim) if first.dim() else torch.stack(moved)
     if isinstance(first, dict):
         if any(output.keys() != first.keys() for output in outputs):
             raise ValueError(f"an output has other keys than {list(first)}")

@@ -118,11 +118,11 @@ class SumOfChunks(torch.autograd.Function):
             cut = states.detach().requires_grad_()  # the graph ends here
             with torch.enable_grad():
                 loss = loss_of(cut, words)
-            # this frees the chunk's graph
+            # the chunk's graph is freed here
             found = torch.autograd.grad(loss, [cut, *params], allow_unused=True)
             for grad, new in zip([grad_of_states, *grads[1:]], found):
                 grad += 0 if new is None else new
-            found = new = None  # and this the gradients, before the next chunk
+            found = new = None  # the chunk's gradients are freed here
             total = total + loss.detach()
         ctx.save_for_backward(*grads)
         return total

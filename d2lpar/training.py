@@ -31,8 +31,8 @@ def lenet(X, params):
     X = X[..., :26, :26]  # the second pooling drops what the other pixels give
     h1 = F.avg_pool2d(F.conv2d(X, W1, b1).relu(), 2)  # (n, 20, 12, 12)
     h2 = F.avg_pool2d(F.conv2d(h1, W2, b2).relu(), 2)  # (n, 50, 4, 4)
-    h3 = (h2.flatten(1) @ W3 + b3).relu()  # (n, 128)
-    return h3 @ W4 + b4  # (n, 10)
+    h3 = torch.addmm(b3, h2.flatten(1), W3).relu()  # h2 @ W3 + b3, (n, 128)
+    return torch.addmm(b4, h3, W4)  # (n, 10)
 
 
 def loss(y_hat, y):
