@@ -230,10 +230,11 @@ def test_what_the_system_refuses_is_told_and_the_next_launch_works(
 
     def kill(rank, world_size, whose):
         parent = psutil.Process().parent()
-        os.kill(parent.ppid() if whose == "server" else parent.pid, signal.SIGKILL)
+        server = parent.ppid()  # once it is killed, the parent has another parent
+        os.kill(server if whose == "server" else parent.pid, signal.SIGKILL)
         while whose == "parent":
             print("and it goes on")
-        return parent.ppid()
+        return server
 
     [server] = launch(kill, 1, "server")
     wait_until(lambda: not alive(server))
