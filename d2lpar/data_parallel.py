@@ -1,8 +1,7 @@
 """DataParallel, taken apart: scatter, replicate, parallel_apply, gather.
 
-One process drives all devices. In each iteration it splits the batch, copies the module
-to every device, calls the copies in threads and joins their outputs. Chapter 05 writes
-this file. Source: ``torch.nn.parallel``, whose functions need GPUs.
+In each iteration, one process splits the batch, copies the module to every device, and
+joins the outputs. Chapter 05 writes this file. Source: ``torch.nn.parallel``.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -118,25 +117,21 @@ def parallel_apply(modules, inputs, kwargs=None):
     """Call each module in a thread of its own; return the outputs, in order.
 
     ``inputs[i]`` is the tuple of arguments of ``modules[i]``, or its only one. Threads
-    have the caller's grad mode and autocast. An error says which replica it was.
+    have the caller's grad mode and autocast.
     """
     grad = torch.is_grad_enabled()
     kind = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
     cast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
-    def call(i, module, args, options):
+    def call(module, args, options):
         args = args if isinstance(args, tuple | list) else (args,)
         # torch keeps these settings for each thread
         with torch.set_grad_enabled(grad), torch.autocast(*cast), watched():
-            try:
-                return module(*args, **options)
-            except Exception as error:
-                error.add_note(f"This was replica {i}.")
-                raise
+            return module(*args, **options)
 
     calls = zip(modules, inputs, kwargs or [{}] * len(modules), strict=True)
     with ThreadPoolExecutor(max(1, len(modules))) as pool:
-        futures = [pool.submit(call, i, *each) for i, each in enumerate(calls)]
+        futures = [pool.submit(call, *each) for each in calls]
     return [future.result() for future in futures]
 
 
@@ -168,9 +163,9 @@ def gather(outputs, device, dim=0):
 class DataParallel(nn.Module):
     """A module on several devices, used like the module, as ``nn.DataParallel``.
 
-    ``device_ids`` are devices, their names, or numbers of GPUs: ``["cpu"] * 3`` are
-    three virtual devices. The module is on the first; the outputs are joined on
-    ``output_device``, by default the first, too. The rows are dimension ``dim``.
+    ``device_ids`` are devices, or numbers of GPUs: ``["cpu"] * 3`` are three virtual
+    devices. The module is on the first; the outputs are joined on ``output_device``, by
+    default the first, too. The rows are dimension ``dim``.
     """
 
     def __init__(self, module, device_ids, output_device=None, dim=0):

@@ -89,10 +89,7 @@ class Ledger:
 
 @contextmanager
 def count_bytes():
-    """Count the bytes that move between positions inside the ``with`` block.
-
-    All threads are counted; one of them opens the block.
-    """
+    """Count the bytes that move between positions in the ``with`` block."""
     outer, Ledger.current = Ledger.current, Ledger()
     try:
         yield Ledger.current
@@ -101,10 +98,9 @@ def count_bytes():
 
 
 def record_message(tensor: torch.Tensor, src, dst) -> None:
-    """Write into the ledger, if one is open, that a tensor goes from src to dst."""
-    ledger = Ledger.current
-    if ledger is not None and src != dst:
-        ledger.record(src, dst, tensor.nbytes)
+    """Write into the open ledger, if any, that a tensor goes from src to dst."""
+    if Ledger.current is not None and src != dst:
+        Ledger.current.record(src, dst, tensor.nbytes)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Tensor:
@@ -116,10 +112,8 @@ def to_device(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Ten
     """
     record_message(tensor, src, dst)
     there = tensor.to(device)
-    recorded = there.requires_grad and torch.is_grad_enabled()
-    if Ledger.current is not None and src != dst and recorded:
-        there = _WayBack.apply(there, src, dst)
-    return there
+    goes_back = there.requires_grad and torch.is_grad_enabled() and src != dst
+    return _WayBack.apply(there, src, dst) if goes_back and Ledger.current else there
 
 
 class _WayBack(torch.autograd.Function):

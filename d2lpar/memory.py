@@ -17,9 +17,8 @@ from .devices import as_device
 def peak_memory(function, device: torch.device | str) -> int:
     """Call ``function``; return by how many bytes ``device``'s tensors grew.
 
-    On a GPU its allocator reports this. On a CPU it is counted: the storage of every
-    tensor that an operation of this thread, or of one that is ``watched``, returns,
-    until it is freed. What operations use inside is not seen.
+    On a GPU its allocator reports this. On a CPU it counts the storage of each tensor
+    that an operation of this thread, or of a ``watched`` one, returns.
     """
     device = as_device(device)
     if device.type == "cuda":
@@ -63,7 +62,7 @@ class _Watch(TorchDispatchMode):
             self.peak = max(self.peak, sum(self.nbytes.values()))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Make the operation, and note its tensors."""
+        """Do what is asked, and note the tensors."""
         self.note((args, kwargs), made_here=False)
         result = function(*args, **(kwargs or {}))
         self.note(result, made_here=True)
@@ -71,9 +70,9 @@ class _Watch(TorchDispatchMode):
 
 
 def saved_memory(function, without=()) -> tuple:
-    """Call ``function``; return its result, and the bytes saved for backward.
+    """Call ``function``; return its result, and the bytes it saved for backward.
 
-    A storage counts once, and not at all if it is that of ``without`` or of the result.
+    Not counted are the storages of the result and of ``without``.
     """
     saved = {}
 

@@ -70,30 +70,10 @@ def test_what_a_communication_thread_makes_is_counted_until_it_is_freed():
         kept.append(torch.ones(N))
 
     assert peak_memory(function, CPU) == 2 * KB
-    sender.submit(torch.zeros, N).result()  # and no more afterwards
-    sender.stop()
-
-
-def test_an_error_is_handed_on_and_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError):
         peak_memory(lambda: OLD + 1 / 0, CPU)
-    assert peak_memory(lambda: OLD + 1, CPU) == KB
-
-
-def test_the_peak_of_a_gpu_is_what_grew_above_what_was_there(monkeypatch):
-    calls, results = [], {"memory_allocated": 100, "max_memory_allocated": 350}
-    monkeypatch.setattr("d2lpar.memory.as_device", torch.device)
-    for name in ("synchronize", "reset_peak_memory_stats", *results):
-
-        def note(device, name=name):
-            calls.append(name)
-            return results.get(name)
-
-        monkeypatch.setattr(torch.cuda, name, note)
-    assert peak_memory(lambda: calls.append("call"), torch.device("cuda", 1)) == 250
-    assert calls[1:-1] == [
-        *("memory_allocated", "reset_peak_memory_stats", "call", "synchronize")
-    ]
+    sender.submit(torch.zeros, N).result()  # nothing counts any more
+    sender.stop()
 
 
 def test_saved_memory_counts_what_backward_needs_once():
@@ -109,11 +89,6 @@ def test_saved_memory_counts_what_backward_needs_once():
         assert saved == expected
     result.backward()
     torch.testing.assert_close(x.grad, torch.e * torch.tensor(torch.e).cos().expand(N))
-
-
-def test_saved_memory_leaves_out_the_result_and_all_that_needs_no_gradient():
-    x = torch.ones(N, requires_grad=True)
-    assert saved_memory(x.exp)[1] == 0  # exp saves its result
-    assert saved_memory(lambda: {"a": [x.exp()], "b": x.sin()})[1] == KB  # sin saves x
+    assert saved_memory(lambda: {"a": [x.exp(), None], "b": x.sin()})[1] == KB  # x
     assert saved_memory(lambda: x.detach().sin())[1] == 0
     assert saved_memory(lambda: x[: N // 2].sin())[1] == KB  # the whole storage

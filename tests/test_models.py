@@ -9,9 +9,8 @@ from torch import nn
 from d2lpar import init_params, lenet
 from d2lpar.models import Copy, Sum, lenet_layers, resnet, transformer
 
-small_transformer = partial(
-    transformer, 50, width=16, num_heads=4, num_blocks=2, length=6
-)
+SMALL = {"width": 16, "num_heads": 4, "num_blocks": 2, "length": 6}
+small_transformer = partial(transformer, 50, **SMALL)
 MODELS = {
     "lenet": (lenet_layers, torch.rand(3, 1, 28, 28), (3, 10)),
     "resnet": (lambda: resnet((4, 8)), torch.rand(3, 1, 28, 28), (3, 10)),
@@ -35,10 +34,8 @@ def test_a_model_is_a_list_of_layers_that_sums_what_it_copied(make, X, shape):
 
 
 def test_lenet_layers_are_lenet():
-    model, X = (
-        lenet_layers(0.1, torch.Generator().manual_seed(0)),
-        torch.rand(5, 1, 28, 28),
-    )
+    X = torch.rand(5, 1, 28, 28)
+    model = lenet_layers(0.1, torch.Generator().manual_seed(0))
     params = init_params(0.1, torch.Generator().manual_seed(0))
     assert all(map(torch.equal, model.parameters(), params))
     assert torch.equal(model(X), lenet(X, params))
@@ -47,7 +44,6 @@ def test_lenet_layers_are_lenet():
 def test_default_resnet_is_resnet_18():
     model = resnet(num_classes=1000, in_channels=3)
     convolutions = [part for part in model.modules() if isinstance(part, nn.Conv2d)]
-    # and a linear layer
     assert sum(conv.kernel_size == (3, 3) for conv in convolutions) == 17
     trunk = sum(p.numel() for layer in list(model)[1:] for p in layer.parameters())
     # torchvision's resnet18 has 11,689,512, of which its stem's convolution and norm

@@ -1,4 +1,7 @@
-"""LeNet by hand is torch's; on one device or many, the step is that of autograd."""
+"""LeNet by hand is torch's; on one device or many, the step is that of autograd.
+
+In float64, unless it is said: kernels round differently, and nothing hangs on one.
+"""
 
 from functools import partial
 
@@ -12,21 +15,9 @@ import d2lpar
 from d2lpar import get_params, init_params, lenet, loss, train, train_batch, training
 from d2lpar.data import Minibatches
 
-CPU = torch.device("cpu")
-LR = 0.3
-SHAPES = (
-    (20, 1, 3, 3),
-    (20,),
-    (50, 20, 5, 5),
-    (50,),
-    (800, 128),
-    (128,),
-    (128, 10),
-    (10,),
-)
-
-# In float64, unless it is said: kernels round differently, and no tolerance must hang
-# on one.
+CPU, LR = torch.device("cpu"), 0.3
+SHAPES = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,)]
+SHAPES += [(800, 128), (128,), (128, 10), (10,)]
 
 
 def batch(rows, dtype=torch.float64, seed=0):
@@ -41,29 +32,17 @@ def replicas(k, dtype=torch.float64):
     return [get_params(params, device) for device in devices], devices
 
 
-def step_with_autograd_alone(X, y, params):
-    """One step of gradient descent on the mean loss; only the network is ours."""
-    grads = torch.autograd.grad(loss(lenet(X, params), y).mean(), params)
-    return [p.detach() - LR * g for p, g in zip(params, grads, strict=True)]
-
-
 def same(params, others):
     pairs = zip(params, others, strict=True)
     return all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
-# The network.
-
-
 def test_parameters_have_the_books_shapes_and_scale_and_come_from_the_generator():
     a, b, c = (init_params(0.5, torch.Generator().manual_seed(s)) for s in (1, 1, 2))
-    assert tuple(tuple(p.shape) for p in a) == SHAPES
-    for param in a:
-        assert param.dtype == torch.float32 and not param.requires_grad
-        if param.dim() == 1:
-            assert not param.any()
-        else:
-            assert abs(param.std() - 0.5) < 0.05 and abs(param.mean()) < 0.1
+    assert [tuple(param.shape) for param in a] == SHAPES
+    for W, bias in zip(a[::2], a[1::2], strict=True):
+        assert abs(W.std() - 0.5) < 0.05 and abs(W.mean()) < 0.1 and not bias.any()
+        assert W.dtype == torch.float32 and not W.requires_grad
     assert same(a, b) and not torch.equal(a[0], c[0])
     assert [param.stride()[1] for param in (a[0], a[2])] == [1, 1]  # channels last
 
@@ -75,8 +54,10 @@ def as_torch_has_it(tensor):
 
 @pytest.mark.parametrize("rows", [7, 0])
 def test_lenet_and_its_gradients_equal_those_of_torch_nn(rows):
-    params = [p.double().requires_grad_() for p in init_params(0.1)]
-    X, y = batch(rows)
+    params, (X, y) = (
+        [p.double().requires_grad_() for p in init_params(0.1)],
+        batch(rows),
+    )
     net = nn.Sequential(
         *(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
         *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2)),
@@ -89,20 +70,7 @@ def test_lenet_and_its_gradients_equal_those_of_torch_nn(rows):
     F.cross_entropy(net(X), y, reduction="sum").backward()
     for mine, other in zip(params, net.parameters(), strict=True):
         torch.testing.assert_close(as_torch_has_it(mine.grad), other.grad)
-
-
-def test_loss_is_one_number_per_example_and_sgd_divides_by_the_full_batch():
-    y_hat, y = torch.randn(4, 10), torch.tensor([3, 1, 4, 1])
-    by_hand = -y_hat.log_softmax(dim=1)[torch.arange(4), y]
-    torch.testing.assert_close(loss(y_hat, y), by_hand)
-    param = torch.tensor([1.0, 2.0], requires_grad=True)
-    param.grad = torch.tensor([8.0, -8.0])
-    d2lpar.sgd([param], lr=0.5, batch_size=4)
-    assert param.tolist() == [0.0, 3.0]
-    assert param.grad is None and param.requires_grad
-
-
-# The step.
+    assert loss(lenet(X, params), y).shape == (rows,)
 
 
 def test_get_params_gives_independent_copies_that_record_gradients():
@@ -114,7 +82,7 @@ def test_get_params_gives_independent_copies_that_record_gradients():
             p.add_(1)
     assert all(p.requires_grad and p.is_leaf for copy in copies for p in copy)
     assert same(params, before) and same(copies[1], before)
-    assert all(a.stride() == b.stride() for a, b in zip(copies[0], params, strict=True))
+    assert [p.stride() for p in copies[0]] == [p.stride() for p in params]
 
 
 def test_shards_differ_by_at_most_a_row_and_lose_none():
@@ -135,64 +103,29 @@ SUMS += (partial(d2lpar.allreduce, schedule=d2lpar.tree),)
 
 
 @pytest.mark.parametrize("allreduce", SUMS)
-def test_steps_are_the_same_on_any_number_of_devices(allreduce):
+def test_steps_are_those_of_autograd_alone_on_any_number_of_devices(allreduce):
     for k in (1, 2, 3, 8):  # ragged shards, and at times fewer rows than devices
         device_params, devices = replicas(k)
-        for step, rows in enumerate([3, 21]):
-            X, y = batch(rows, seed=step)
+        for seed, rows in enumerate([3, 21]):
+            X, y = batch(rows, seed=seed)
             before = get_params(device_params[0], CPU)
-            expected = step_with_autograd_alone(X, y, before)
+            grads = torch.autograd.grad(loss(lenet(X, before), y).mean(), before)
+            expected = [p - LR * g for p, g in zip(before, grads, strict=True)]
             assert distance(before, expected) > 1e-3  # the step does something
             with d2lpar.count_bytes() as ledger:
                 total = train_batch(X, y, device_params, devices, LR, allreduce)
+            for params in device_params:
+                assert distance([p.cpu() for p in params], expected) < 1e-12
+                assert same(params, device_params[0])
+            torch.testing.assert_close(total.cpu(), loss(lenet(X, before), y).sum())
+            assert not total.requires_grad
             if allreduce is d2lpar.naive_allreduce:  # gradients, and 8 bytes of loss
                 sizes = [(ledger.sent(0), ledger.bytes[i, 0]) for i in range(1, k)]
                 n = 129_068 * 8
                 assert sizes == [((k - 1) * n, n + 8)] * (k - 1)
-            assert distance(device_params[0], expected) < 1e-12
-            assert all(same(params, device_params[0]) for params in device_params)
-            torch.testing.assert_close(total, loss(lenet(X, before), y).sum())
-            assert not total.requires_grad
 
 
-def gap_to_one_device(rows=21, allreduce=d2lpar.naive_allreduce):
-    X, y = batch(rows)
-    device_params, devices = replicas(4)
-    expected = step_with_autograd_alone(X, y, device_params[0])
-    train_batch(X, y, device_params, devices, LR, allreduce)
-    return max(distance(params, expected) for params in device_params)
-
-
-def mean_of_means(params, lr, batch_size):
-    for param in params:
-        param.data.sub_(param.grad, alpha=lr / 4)
-
-
-def rebinding(data):
-    data[:] = [sum(data)] * len(data)
-
-
-@pytest.mark.parametrize(
-    "faults",
-    [
-        {"sgd": mean_of_means, "loss": lambda y_hat, y: loss(y_hat, y).mean()},
-        {"allreduce": lambda data: None},
-        {"allreduce": lambda data: d2lpar.allreduce(data, op="mean")},
-        {"allreduce": rebinding},
-    ],
-    ids=["mean of means", "no allreduce", "division by k", "not in place"],
-)
-def test_a_published_bug_is_seen_as_a_gap(faults, monkeypatch):
-    assert gap_to_one_device() < 1e-12
-    allreduce = faults.pop("allreduce", d2lpar.naive_allreduce)
-    for name, function in faults.items():
-        monkeypatch.setattr(training, name, function)
-    assert gap_to_one_device(allreduce=allreduce) > 1e-5
-    if "sgd" in faults:
-        assert gap_to_one_device(rows=20) < 1e-12  # right for even shards
-
-
-def test_accuracy_counts_every_example_once():
+def test_accuracy_counts_every_example_once_on_its_own_device():
     device_params, devices = replicas(3, torch.float32)
     images = (batch(101)[0][:, 0] * 255).to(torch.uint8)
     labels = lenet(images.unsqueeze(1) / 255, device_params[0]).argmax(dim=1)
@@ -201,11 +134,7 @@ def test_accuracy_counts_every_example_once():
     assert d2lpar.accuracy(device_params, devices, test_iter) == pytest.approx(71 / 101)
     with torch.no_grad():
         device_params[0][-1][labels[0]] += 1e6  # this one always says the same
-    alike = sum((y.tensor_split(3)[0] == labels[0]).sum() for _, y in test_iter)
-    assert alike < d2lpar.accuracy(device_params, devices, test_iter) * 101 < 90
-
-
-# Training.
+    assert 0.1 < d2lpar.accuracy(device_params, devices, test_iter) < 0.65
 
 
 @pytest.fixture
@@ -242,11 +171,10 @@ def test_training_records_its_history_and_learns(tiny_data, capsys):
     run = train(3, 32, 0.2, num_epochs=6, allreduce=counting)
     assert len(run.loss) == len(run.accuracy) == len(run.seconds) == 6
     assert run.loss[0] == pytest.approx(2.303, abs=0.3)  # ln 10: as good as a guess
-    assert run.loss[-1] < 1.6 and run.accuracy[-1] > 0.4
+    assert run.loss[-1] < 1.6 and run.accuracy[-1] > 0.4 and min(run.seconds) > 0
     assert same(*run.device_params[:2]) and set(calls) == {3}
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == d2lpar.choose_devices(3)[1] and len(lines) == 7
-    assert lines[1].startswith("epoch 1: loss 2.") and min(run.seconds) > 0
     assert lines[6].startswith(f"epoch 6: loss {run.loss[5]:.3f}, test accuracy ")
     assert "device_params" not in repr(run)
 
@@ -266,23 +194,7 @@ def test_errors_name_what_does_not_fit():
     X, y = batch(6)
     for call, words in (
         (lambda: d2lpar.split_batch(X, y[:5], [CPU] * 2), "X has 6 rows, but y has 5"),
-        (
-            lambda: train_batch(X, y, replicas(2)[0], [CPU] * 3, LR),
-            "2 replicas for 3",
-        ),
-        (lambda: train(0, 256, 0.1), "number of devices must be a positive int, not 0"),
-        (lambda: train(1, 0, 0.1), "batch_size must be a positive int, not 0"),
+        (lambda: train_batch(X, y, replicas(2)[0], [CPU] * 3, LR), "2 replicas for 3"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
-
-
-@pytest.mark.gpu
-def test_one_step_on_gpus_equals_one_on_the_cpu():
-    X, y = batch(21)
-    device_params, devices = replicas(4)
-    assert all(device.type == "cuda" for device in devices)
-    expected = step_with_autograd_alone(X, y, get_params(device_params[0], CPU))
-    train_batch(X.cuda(), y.cuda(), device_params, devices, LR)
-    for params in device_params:
-        assert distance([p.cpu() for p in params], expected) < 1e-12
