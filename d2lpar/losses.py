@@ -118,7 +118,6 @@ class SumOfChunks(torch.autograd.Function):
             cut = states.detach().requires_grad_()  # the graph ends here
             with torch.enable_grad():
                 loss = loss_of(cut, words)
-            # the chunk's graph is freed here
             found = torch.autograd.grad(loss, [cut, *params], allow_unused=True)
             for grad, new in zip([grad_of_states, *grads[1:]], found):
                 grad += 0 if new is None else new
