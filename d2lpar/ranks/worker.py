@@ -123,8 +123,9 @@ def _kill(ranks: dict, caller: Connection, timeout: float) -> None:
         for rank in ranks.values():
             caller.send((rank, "outcome", where))
     while ranks:
-        pid, _ = ranks.popitem()
-        os.kill(pid, signal.SIGKILL)
+        with suppress(KeyError, ProcessLookupError):  # it has just ended
+            pid, _ = ranks.popitem()
+            os.kill(pid, signal.SIGKILL)
 
 
 def _death(status: int) -> Failure:

@@ -1,11 +1,14 @@
-"""What a rank does besides its function: what it prints comes in whole lines."""
+"""What a rank prints comes in whole lines; its parent kills whatever is left."""
 
+import multiprocessing
+import subprocess
 import sys
 import threading
 import time
 from types import SimpleNamespace
 
 from d2lpar import launch
+from d2lpar.ranks import worker
 
 
 def test_lines_come_whole_labelled_and_in_order(monkeypatch, capsys):
@@ -44,3 +47,13 @@ def test_lines_come_whole_labelled_and_in_order(monkeypatch, capsys):
     assert len(lines) == 3 * 302
     errors = capsys.readouterr().err.splitlines()
     assert sorted(errors) == [f"[rank {r}] to stderr" for r in (0, 1, 2)]
+
+
+def test_one_that_has_just_ended_does_not_save_the_others():
+    gone, left = (subprocess.Popen(["sleep", n]) for n in ("0", "100"))
+    assert gone.wait() == 0
+    ours, caller = multiprocessing.Pipe()
+    with ours:
+        caller.close()
+        worker._kill({left.pid: 0, gone.pid: 1}, ours, 10.0)
+    assert left.wait(timeout=50) < 0
