@@ -2,10 +2,10 @@
 
 Each is an ``nn.Sequential`` that takes one tensor and returns the logits. ``Copy`` and
 ``Sum`` do nothing: they mark where a split inside layers would send something
-(``tensor_parallel``'s ``copy_to_group`` and ``reduce_from_group``). Notebook 05 is the
-first that uses it. The ResNet is He et al., "Deep Residual Learning for Image
-Recognition" (2016), with Dive into Deep Learning's stem for small images; the
-transformer is like GPT-2 (Radford et al., 2019), without dropout and with its own head.
+(``tensor_parallel``'s ``copy_to_group`` and ``reduce_from_group``). The ResNet is He et
+al., "Deep Residual Learning for Image Recognition" (2016), with Dive into Deep
+Learning's stem for small images; the transformer is like GPT-2 (Radford et al., 2019),
+without dropout and with its own head.
 """
 
 from collections.abc import Callable

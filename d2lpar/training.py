@@ -131,10 +131,11 @@ def train(
     and the order of the examples follow from ``seed``, whatever the number of devices.
     """
     devices, description = choose_devices(num_devices)
-    data = load_data_fashion_mnist(batch_size, seed=seed, device=devices[0])
+    train_iter, test_iter = load_data_fashion_mnist(
+        batch_size, seed=seed, device=devices[0]
+    )
     params = init_params(generator=torch.Generator().manual_seed(seed))
     run = History([get_params(params, device) for device in devices])
-    train_iter, test_iter = data
     print(description)
     for epoch in range(1, num_epochs + 1):
         begin, total = time.perf_counter(), 0

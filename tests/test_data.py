@@ -73,10 +73,8 @@ def test_fashion_mnist_is_whole():
 def test_each_pass_has_every_example_once_in_another_order():
     values = torch.arange(1000).remainder(256).to(torch.uint8)
     images = values.reshape(-1, 1, 1).repeat(1, 2, 2)
-    batches, passes = (
-        Minibatches(images, torch.arange(1000), 64, 3),
-        [torch.arange(1000)],
-    )
+    batches = Minibatches(images, torch.arange(1000), 64, 3)
+    passes = [torch.arange(1000)]
     for _ in range(3):
         order = torch.cat([y for _, y in batches])
         assert torch.equal(order.sort().values, torch.arange(1000))

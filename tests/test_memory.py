@@ -41,10 +41,8 @@ PEAKS = {
     "dropped, then another": (drop_then_make, 3 * KB),
     "in place": (lambda: torch.zeros(N).add_(1).relu_().mul_(OLD), KB),
     "many": (many_in_turn_then_kept, 50 * KB),
-    "strided": (
-        lambda: torch.empty_strided((2,), (N - 1,)),
-        KB,
-    ),  # with what is between
+    # with what is between
+    "strided": (lambda: torch.empty_strided((2,), (N - 1,)), KB),
     "backward": (backward, 3 * KB),
     "several results": (lambda: torch.ones(N).max(0), KB + 4 + 8),
     "another device": (lambda: torch.ones(N, device=META) + 1, 0),

@@ -54,10 +54,8 @@ def as_torch_has_it(tensor):
 
 @pytest.mark.parametrize("rows", [7, 0])
 def test_lenet_and_its_gradients_equal_those_of_torch_nn(rows):
-    params, (X, y) = (
-        [p.double().requires_grad_() for p in init_params(0.1)],
-        batch(rows),
-    )
+    params = [p.double().requires_grad_() for p in init_params(0.1)]
+    X, y = batch(rows)
     net = nn.Sequential(
         *(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
         *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2)),

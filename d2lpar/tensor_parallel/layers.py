@@ -179,15 +179,10 @@ def cut_lenet(params: list[torch.Tensor], group: Group = None) -> list[torch.Ten
     """Return this rank's part of LeNet's parameters; b2 and b4 are whole."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     own = partial(own_part, group=group)
+    fast = partial(torch.Tensor.to, memory_format=torch.channels_last)
     return [
-        *(
-            own(W1, 0).to(memory_format=torch.channels_last),
-            own(b1, 0),
-        ),  # (own channels, 1, 3, 3)
-        *(
-            own(W2, 1).to(memory_format=torch.channels_last),
-            b2.detach().clone(),
-        ),  # (50, own channels, 5, 5)
+        *(fast(own(W1, 0)), own(b1, 0)),  # (own channels, 1, 3, 3)
+        *(fast(own(W2, 1)), b2.detach().clone()),  # (50, own channels, 5, 5)
         *(own(W3, 1), own(b3, 0)),  # (800, own columns)
         *(own(W4, 0), b4.detach().clone()),  # (own rows, 10)
     ]
