@@ -30,6 +30,7 @@ def scatter(inputs, devices, dim=0):
         return [to_device(shard, d, src, i) for i, (shard, d) in enumerate(shards)]
     if isinstance(inputs, tuple | list | dict) and inputs:
         columns = [scatter(part, devices, dim) for part in parts_of(inputs)]
+        # zip stops where the tensors' shards end
         return [rebuild(inputs, parts) for parts in zip(*columns)]
     return [inputs] * len(devices)
 
@@ -114,7 +115,7 @@ def with_twins(module, twins):
 
 
 def parallel_apply(modules, inputs, kwargs=None):
-    """Call each module in a thread of its own; return the outputs, in order.
+    """Call all modules at the same time, in threads; return the outputs, in order.
 
     ``inputs[i]`` is the tuple of arguments of ``modules[i]``, or its only one. Threads
     have the caller's grad mode and autocast.

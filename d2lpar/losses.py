@@ -59,13 +59,16 @@ class DataParallelCriterion(nn.Module):
 
 
 def check_sums(criterion):
-    """Refuse a criterion that takes the mean: means of parts cannot be added up."""
+    """Refuse a criterion that divides: means of parts cannot be added up."""
     if not isinstance(criterion, nn.Module):
         raise TypeError(f"the criterion must be an nn.Module, not {criterion!r}")
     for part in criterion.modules():
         if getattr(part, "reduction", "sum") != "sum":
             problem = f'{part} has reduction="{part.reduction}", and must have "sum"'
-            raise ValueError(f"{problem}. For the mean, pass count, which divides it")
+            raise ValueError(f"{problem}. For the mean, pass count as well")
+        if callable(getattr(part, "count", None)):
+            problem = f"{type(part).__name__} has a count of its own"
+            raise ValueError(f"{problem}: pass count to the outer loss alone")
 
 
 class ChunkedLoss(nn.Module):
@@ -75,7 +78,7 @@ class ChunkedLoss(nn.Module):
     and ``count(target)``, if given, divides. ``hidden`` and the parameters of both get
     gradients, which are computed chunk by chunk together with the loss; ``backward``
     only scales them. That is too late for float16, which needs a GradScaler's factor
-    from the start, and hooks of parameters see each chunk.
+    from the start. A hook that changes a parameter's gradient would act twice.
     """
 
     def __init__(self, generator, criterion, chunk_size, count=None):
@@ -112,7 +115,7 @@ class SumOfChunks(torch.autograd.Function):
         """Return the sum over the chunks, and keep the sums of their gradients."""
         total, leaves = 0, (hidden, *params)
         grads = [torch.zeros_like(leaf, dtype=wide(leaf.dtype)) for leaf in leaves]
-        # the last are views of grads[0]: they fill it
+        # split returns views: what is added to them is in grads[0]
         parts = [tensor.split(size) for tensor in (hidden, target, grads[0])]
         for states, words, grad_of_states in zip(*parts):
             cut = states.detach().requires_grad_()  # the graph ends here

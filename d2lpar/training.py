@@ -92,7 +92,7 @@ def train_batch(X, y, device_params, devices, lr, allreduce=naive_allreduce):
         allreduce([params[i].grad for params in device_params])
     for params in device_params:
         sgd(params, lr, len(X))
-    # sent last: whoever waits for the sum has waited for all devices
+    # sent last, so that waiting for the sum means waiting for every device
     parts = [
         to_device(part.detach(), devices[0], i, 0) for i, part in enumerate(losses)
     ]

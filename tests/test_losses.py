@@ -154,10 +154,12 @@ def test_errors_name_what_does_not_fit():
     mean, linear, part = nn.CrossEntropyLoss(), nn.Linear(4, 5), randn(4, 5)
     on_two = DataParallelCriterion(in_sum(), [CPU] * 2)
     chunked = ChunkedLoss(linear, in_sum(), 2)
+    divided = ChunkedLoss(linear, in_sum(), 2, counted)
     for call, words in (
         (lambda: DataParallelCriterion(mean, [CPU]), 'reduction="mean", and must have'),
         (lambda: ChunkedLoss(linear, nn.Sequential(mean), 2), "the mean, pass count"),
         (lambda: ChunkedLoss(linear, F.cross_entropy, 2), "be an nn.Module, not <func"),
+        (lambda: DataParallelCriterion(divided, [CPU]), "ChunkedLoss has a count of"),
         (lambda: on_two(part, labels(4)), "outputs is a Tensor: pass the list that"),
         (lambda: on_two([part, part], labels(1)), "shorter"),
         (lambda: chunked(torch.zeros(7, 4), labels(6)), r"\[7, 4\], but target \[6\]"),
