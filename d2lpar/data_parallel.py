@@ -18,16 +18,20 @@ def scatter(inputs, devices, dim=0):
 
     Tuples, lists and dicts may be nested; anything else goes to every device. Tensors
     are split by ``chunk``, as torch's scatter does, which may give fewer shards than
-    devices: 2, 2 and 1 for 5 rows and 4 devices. Gradients flow back.
+    devices: 2, 2 and 1 for 5 rows and 4 devices. Shards are copies, and may be written
+    to. One device gets all as it is. Gradients flow back.
     """
-    sizes = rows_of(inputs, dim)
+    sizes = rows_of(inputs, dim) if len(devices) > 1 else []
     if len(sizes) > 1:
         raise ValueError(f"the tensors to split have {sizes} rows: pass equally many")
     if isinstance(inputs, torch.Tensor):
         devices = check_devices(devices)
         src = position(inputs.device, devices)
-        shards = zip(inputs.chunk(len(devices), dim), devices)
-        return [to_device(shard, d, src, i) for i, (shard, d) in enumerate(shards)]
+        shards = [inputs]
+        if len(devices) > 1:
+            shards = [part.clone() for part in inputs.chunk(len(devices), dim)]
+        pairs = enumerate(zip(shards, devices))
+        return [to_device(shard, device, src, i) for i, (shard, device) in pairs]
     if isinstance(inputs, tuple | list | dict) and inputs:
         columns = [scatter(part, devices, dim) for part in parts_of(inputs)]
         # zip stops where the tensors' shards end
@@ -35,9 +39,11 @@ def scatter(inputs, devices, dim=0):
     return [inputs] * len(devices)
 
 
-def rows_of(inputs, dim=0):
+def rows_of(inputs, dim):
     """Return the different sizes along ``dim`` of all tensors in ``inputs``, sorted."""
     if isinstance(inputs, torch.Tensor):
+        if not inputs.dim():
+            raise ValueError("a tensor without dimensions has no rows: pass a number")
         return [inputs.size(dim)]
     if isinstance(inputs, tuple | list | dict):
         return sorted({n for part in parts_of(inputs) for n in rows_of(part, dim)})
@@ -46,7 +52,7 @@ def rows_of(inputs, dim=0):
 
 def parts_of(tree):
     """Return the items of a tuple or list, or the values of a dict."""
-    return list(tree.values() if isinstance(tree, dict) else tree)
+    return tree.values() if isinstance(tree, dict) else tree
 
 
 def rebuild(tree, parts):
@@ -68,7 +74,6 @@ class Broadcast(torch.autograd.Function):
     def forward(ctx, tensor, devices):
         """Return a copy per device; that of device 0 shares the tensor's memory."""
         ctx.devices = devices
-        ctx.set_materialize_grads(False)  # a copy that was not used has None
         for i in range(1, len(devices)):
             record_message(tensor, 0, i)
         others = [tensor.to(device, copy=True) for device in devices[1:]]
@@ -77,10 +82,8 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         """Return the sum of the copies' gradients, and None for ``devices``."""
-        found = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
-        moved = [to_device(grad, ctx.devices[0], i, 0) for i, grad in found]
-        total = sum(moved[1:], moved[0]) if moved else None
-        return total, None
+        moved = [to_device(grad, ctx.devices[0], i, 0) for i, grad in enumerate(grads)]
+        return sum(moved[1:], moved[0]), None
 
 
 def replicate(module, devices):
@@ -118,7 +121,7 @@ def parallel_apply(modules, inputs, kwargs=None):
     """Call all modules at the same time, in threads; return the outputs, in order.
 
     ``inputs[i]`` is the tuple of arguments of ``modules[i]``, or its only one. Threads
-    have the caller's grad mode and autocast.
+    have the caller's grad mode and torch's autocast as the caller has it.
     """
     grad = torch.is_grad_enabled()
     kind = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
@@ -178,8 +181,9 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs, **kwargs):
         """Return the module's output for the whole batch."""
-        has_rows = rows_of((inputs, kwargs), self.dim)
-        devices = self.devices if has_rows else self.devices[:1]
+        devices = self.devices
+        if len(devices) > 1 and not rows_of((inputs, kwargs), self.dim):
+            devices = devices[:1]  # nothing to split
         shards = scatter((inputs, kwargs), devices, self.dim)
         args, kwargs = zip(*shards)
         if len(devices) == 1:

@@ -49,7 +49,7 @@ def as_device(device: torch.device | str | int) -> torch.device:
 
 def check_devices(devices) -> list[torch.device]:
     """Return ``devices`` as tensors name theirs; raise for a missing device."""
-    if isinstance(devices, str | torch.device):
+    if isinstance(devices, str | int | torch.device):
         raise TypeError(f"devices must be a list of devices, not {devices!r}")
     if not devices:
         raise ValueError("devices is empty: there must be at least one")
@@ -112,7 +112,7 @@ def to_device(tensor: torch.Tensor, device: torch.device, src, dst) -> torch.Ten
     """
     record_message(tensor, src, dst)
     there = tensor.to(device)
-    goes_back = there.requires_grad and torch.is_grad_enabled() and src != dst
+    goes_back = there.requires_grad and src != dst
     return _WayBack.apply(there, src, dst) if goes_back and Ledger.current else there
 
 

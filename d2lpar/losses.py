@@ -7,6 +7,7 @@ of means; ``MultiGPULossCompute`` of A. Rush's "The Annotated Transformer" (2018
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from .data_parallel import parallel_apply, replicate, scatter
 from .devices import check_devices, to_device
@@ -66,7 +67,7 @@ def check_sums(criterion):
         if getattr(part, "reduction", "sum") != "sum":
             problem = f'{part} has reduction="{part.reduction}", and must have "sum"'
             raise ValueError(f"{problem}. For the mean, pass count as well")
-        if callable(getattr(part, "count", None)):
+        if callable(vars(part).get("count")):
             problem = f"{type(part).__name__} has a count of its own"
             raise ValueError(f"{problem}: pass count to the outer loss alone")
 
@@ -119,13 +120,14 @@ class SumOfChunks(torch.autograd.Function):
         parts = [tensor.split(size) for tensor in (hidden, target, grads[0])]
         for states, words, grad_of_states in zip(*parts):
             cut = states.detach().requires_grad_()  # the graph ends here
-            with torch.enable_grad():
+            # hooks of a checkpoint around us are not for the chunks
+            with torch.enable_grad(), saved_tensors_hooks(lambda X: X, lambda X: X):
                 loss = loss_of(cut, words)
             found = torch.autograd.grad(loss, [cut, *params], allow_unused=True)
             for grad, new in zip([grad_of_states, *grads[1:]], found):
                 grad += 0 if new is None else new
             found = new = None  # the chunk's gradients are freed here
-            total = total + loss.detach()
+            total = total + loss
         ctx.save_for_backward(*grads)
         return total
 

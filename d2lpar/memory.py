@@ -28,12 +28,13 @@ def peak_memory(function, device: torch.device | str) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    watch = _Watch.current = _Watch(device)
+    outer, watch = _Watch.current, _Watch(device)
+    _Watch.current = watch
     try:
         with watch:
             function()
     finally:
-        _Watch.current = None
+        _Watch.current = outer
     return watch.peak
 
 

@@ -80,23 +80,24 @@ def tied():
     return nn.Sequential(first, nn.Tanh(), last, nn.Tanh(), first)
 
 
-MODULES = {  # name: (build, batch, dimension of the rows)
-    "frozen and unused": (frozen, randn(7, 4), 0),
-    "tied": (tied, randn(7, 4), 0),
-    "weight_norm": (lambda: weight_norm(linear(4, 3)), randn(7, 4), 0),
-    "LSTM, rows second": (lambda: nn.LSTM(4, 3).double(), randn(5, 7, 4), 1),
+STATE = randn(1, 7, 3), randn(1, 7, 3)
+MODULES = {  # name: (build, arguments, dimension of the rows)
+    "frozen and unused": (frozen, (randn(7, 4),), 0),
+    "tied": (tied, (randn(7, 4),), 0),
+    "weight_norm": (lambda: weight_norm(linear(4, 3)), (randn(7, 4),), 0),
+    "LSTM, rows second": (lambda: nn.LSTM(4, 3).double(), (randn(5, 7, 4), STATE), 1),
 }
 
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("k", [1, 3])
 def test_output_and_gradients_are_the_plain_modules_and_torchs(name, k, torchs):
-    build, X, dim = MODULES[name]
+    build, args, dim = MODULES[name]
     plain, found = build(), []
     ours, theirs = deepcopy(plain), deepcopy(plain)
     models = plain, DataParallel(ours, [CPU] * k, dim=dim), torchs(theirs, k, dim)
     for module, model in zip((plain, ours, theirs), models, strict=True):
-        output = model(X)
+        output = model(*args)
         output = output[0] if isinstance(output, tuple) else output
         (output**3).sum().backward()
         found.append([output, *(param.grad for param in module.parameters())])
@@ -121,6 +122,16 @@ def test_nested_inputs_and_outputs_are_those_of_torchs(torchs):
             output = model(batch, 3, **options)
             close(output, expected)
             assert type(output["out"][0]) is Pair and list(output) == ["sum", "out"]
+
+
+def test_one_device_gets_all_as_it_is_and_several_get_copies_to_write_to():
+    args = torch.tensor(2.0), randn(3, 3), randn(1, 3)
+    module = Apply(lambda self, scale, X, more: scale * X + more)
+    close(DataParallel(module, [CPU])(*args), module(*args))
+    module, X = nn.Sequential(nn.ReLU(inplace=True), linear(2, 2)), randn(5, 2)
+    output, expected = DataParallel(module, TWO)(X), module(X.clone())
+    close(output, expected)
+    close(*[torch.autograd.grad(y.sum(), module[1].weight) for y in (output, expected)])
 
 
 def test_without_tensors_to_split_the_module_runs_once():
@@ -227,7 +238,9 @@ def test_an_iteration_sends_the_batch_the_outputs_and_twice_the_parameters():
     with count_bytes() as ledger:
         DataParallel(module.eval(), [CPU] * k)(X[:2])  # to the device with rows alone
         scatter(randn(5, 2), ["meta", "meta"])  # from where no device is
-    assert {*ledger.bytes} == {(0, 1), (1, 0), ("host", 0), ("host", 1)}
+        gather([randn(1), randn(1)], "meta")  # to where none is
+    there = {("host", 0), ("host", 1), (0, "host"), (1, "host")}
+    assert {*ledger.bytes} == there | {(0, 1), (1, 0)}
 
 
 def test_errors_name_what_is_wrong():
@@ -235,6 +248,7 @@ def test_errors_name_what_is_wrong():
     for call, error, words in (
         (lambda: scatter((randn(4, 2), [randn(3)]), TWO), ValueError, r"\[3, 4\] rows"),
         (lambda: model(randn(4, 4), y=randn(3)), ValueError, r"\[3, 4\] rows"),
+        (lambda: model(torch.tensor(2.0)), ValueError, "no rows: pass a number"),
         (lambda: gather([[{1}], [{1}]], CPU), TypeError, "cannot gather a set: ret"),
         (lambda: gather([(1.5,), (1.5,)], CPU), TypeError, "cannot gather a float"),
         (lambda: gather([None, randn(1)], CPU), TypeError, "cannot gather a NoneT"),

@@ -49,6 +49,8 @@ def test_a_device_that_is_not_there_is_named_wherever_devices_are_given(monkeypa
     assert check_devices(["cpu", CPU]) == [torch.empty(0).device] * 2
     for call, error, words in (
         (lambda: choose_devices("2"), ValueError, "must be a positive int, not '2'"),
+        (lambda: choose_devices(0), ValueError, "must be a positive int, not 0"),
+        (lambda: check_devices(2), TypeError, "a list of devices, not 2"),
         (lambda: check_devices("cpu"), TypeError, "a list of devices, not 'cpu'"),
         (lambda: check_devices([]), ValueError, "devices is empty"),
     ):
@@ -60,6 +62,10 @@ def test_hardware_names_threads_torch_and_the_processor(monkeypatch):
     for n, words in (1, "1 thread of "), (4, "4 threads of "):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=n: n)
         assert words in hardware() and torch.__version__ in hardware()
+    pretend_gpus(monkeypatch, 3)
+    names = ["A", "B", "A"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: names[i])
+    assert hardware().startswith("2 x A, 1 x B, 4 threads of ")
 
 
 def test_moving_counts_bytes_per_link_and_copies_nothing_within_one_memory():

@@ -57,7 +57,7 @@ def test_class_weights_sums_other_criteria_and_dimensions():
     close(*both(loss, nn.CrossEntropyLoss(W)(outputs, y), [outputs]))
     loss = DataParallelCriterion(in_sum(W), three)(parts, y)
     close(*both(loss, in_sum(W)(outputs, y), [outputs]))
-    parts, y = list(outputs.chunk(3, dim=1)), randn(7, 5)
+    parts, y = DataParallelModel(nn.Identity(), three, dim=1)(outputs), randn(7, 5)
     loss = DataParallelCriterion(nn.MSELoss(reduction="sum"), three, torch.numel, 1)
     close(*both(loss(parts, y), F.mse_loss(outputs, y), [outputs]))
 
@@ -72,6 +72,9 @@ class Scaled(nn.Module):
 
     def forward(self, outputs, y):
         return F.cross_entropy(outputs * self.scale, y, reduction="sum")
+
+    def count(self, y):  # which is no divisor
+        return len(y)
 
 
 def test_a_criterion_with_a_parameter_gets_its_gradient_and_travels_once_per_device():
@@ -148,6 +151,8 @@ def test_the_peak_falls_with_the_size_of_the_chunks_and_no_chunk_keeps_its_graph
     whole = d2lpar.peak_memory(lambda: in_sum()(generator(hidden), y).backward(), CPU)
     logits, grads = 4 * 500 * 128, hidden.nbytes + 5 * 500 * 4
     assert peak(128) < 3 * logits + grads + 5_000 < whole / 5
+    loss = ChunkedLoss(generator, in_sum(), 128)
+    assert d2lpar.saved_memory(lambda: loss(hidden, y))[1] == grads
 
 
 def test_errors_name_what_does_not_fit():
@@ -162,6 +167,7 @@ def test_errors_name_what_does_not_fit():
         (lambda: DataParallelCriterion(divided, [CPU]), "ChunkedLoss has a count of"),
         (lambda: on_two(part, labels(4)), "outputs is a Tensor: pass the list that"),
         (lambda: on_two([part, part], labels(1)), "shorter"),
+        (lambda: on_two([part] * 3, labels(12)), "shorter"),
         (lambda: chunked(torch.zeros(7, 4), labels(6)), r"\[7, 4\], but target \[6\]"),
         (lambda: chunked(torch.zeros(2, 3, 4), labels(3, 2)), "the positions differ"),
     ):

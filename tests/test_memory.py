@@ -1,9 +1,12 @@
 """How many bytes a computation takes, counted to the last one."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from d2lpar.memory import peak_memory, saved_memory
+from d2lpar import parallel_apply
+from d2lpar.memory import peak_memory, saved_memory, watched
 from d2lpar.ranks import Sender
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -70,8 +73,16 @@ def test_what_a_communication_thread_makes_is_counted_until_it_is_freed():
     assert peak_memory(function, CPU) == 2 * KB
     with pytest.raises(ZeroDivisionError):
         peak_memory(lambda: OLD + 1 / 0, CPU)
-    sender.submit(torch.zeros, N).result()  # nothing counts any more
+    assert isinstance(watched(), nullcontext)  # nothing counts any more
     sender.stop()
+
+
+def test_what_the_threads_of_parallel_apply_make_is_counted():
+    def make():
+        return parallel_apply([torch.zeros] * 2, [N, 2 * N])
+
+    assert peak_memory(make, CPU) == 3 * KB
+    assert peak_memory(lambda: (peak_memory(make, CPU), make()), CPU) == 3 * KB
 
 
 def test_saved_memory_counts_what_backward_needs_once():

@@ -5,9 +5,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from d2lpar import init_params, lenet
-from d2lpar.models import Copy, Sum, lenet_layers, resnet, transformer
+from d2lpar.models import Copy, Residual, Sum, lenet_layers, resnet, transformer
 
 SMALL = {"width": 16, "num_heads": 4, "num_blocks": 2, "length": 6}
 small_transformer = partial(transformer, 50, **SMALL)
@@ -51,11 +52,37 @@ def test_default_resnet_is_resnet_18():
     assert trunk == 11_689_512 - 9_536 - 1_792
 
 
-def test_transformer_does_not_look_ahead():
-    model, tokens = small_transformer().eval(), torch.randint(50, (2, 6))
-    changed = tokens.clone()
-    changed[:, 4] = (tokens[:, 4] + 1) % 50
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :4], after[:, :4])
-    # the last looks back
-    assert (before[:, 4:] - after[:, 4:]).abs().amax(dim=(0, 2)).min() > 1e-4
+def test_the_image_is_halved_before_each_width_but_the_first():
+    X, sizes = torch.rand(2, 1, 28, 28), []
+    for layer in resnet((4, 8, 16))[:-1]:
+        X = layer(X)
+        sizes.append((X.shape[1], X.shape[3]))
+    assert sizes == [(4, 28)] * 3 + [(8, 14)] * 2 + [(16, 7)] * 2
+
+
+@pytest.mark.parametrize("out_channels, stride", [(4, 1), (8, 1), (8, 2)])
+def test_a_residual_block_adds_its_input(out_channels, stride):
+    block, X = Residual(4, out_channels, stride), torch.randn(2, 4, 6, 6)
+    conv1, norm1, conv2, norm2 = (block.convolutions[i] for i in (1, 2, 4, 6))
+    inner = norm2(conv2(F.relu(norm1(conv1(X)))))
+    expected = F.relu(inner + (X if out_channels == 4 else block.shortcut(X)))
+    torch.testing.assert_close(block(X), expected)
+
+
+def test_the_blocks_of_the_transformer_are_torchs():
+    model, tokens = small_transformer(), torch.randint(50, (3, 5))
+    embedding, *blocks, head = model
+    X = embedding.tokens.weight[tokens] + embedding.positions[:5]
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    for block in blocks:
+        norms = block.attention[0], block.mlp[0]
+        for norm in norms:
+            nn.init.normal_(norm.weight)
+        own = [*block.attention[2].parameters(), *block.mlp[2:].parameters()]
+        own += [param for norm in norms for param in norm.parameters()]
+        options = {"activation": F.gelu, "batch_first": True, "norm_first": True}
+        torchs = nn.TransformerEncoderLayer(16, 4, 64, dropout=0.0, **options)
+        for param, value in zip(torchs.parameters(), own, strict=True):
+            param.data.copy_(value)
+        X = torchs(X, mask, is_causal=True)
+    torch.testing.assert_close(model(tokens), head(X))
