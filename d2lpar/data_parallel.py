@@ -19,7 +19,7 @@ def scatter(inputs, devices, dim=0):
     Tuples, lists and dicts may be nested; anything else goes to every device. Tensors
     are split by ``chunk``, as torch's scatter does, which may give fewer shards than
     devices: 2, 2 and 1 for 5 rows and 4 devices. Shards are copies, and may be written
-    to. One device gets all as it is. Gradients flow back.
+    to. A single device gets the inputs as they are. Gradients flow back.
     """
     sizes = rows_of(inputs, dim) if len(devices) > 1 else []
     if len(sizes) > 1:
@@ -121,7 +121,7 @@ def parallel_apply(modules, inputs, kwargs=None):
     """Call all modules at the same time, in threads; return the outputs, in order.
 
     ``inputs[i]`` is the tuple of arguments of ``modules[i]``, or its only one. Threads
-    have the caller's grad mode and torch's autocast as the caller has it.
+    take over the caller's grad mode and torch's autocast.
     """
     grad = torch.is_grad_enabled()
     kind = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"

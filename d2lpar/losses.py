@@ -60,7 +60,7 @@ class DataParallelCriterion(nn.Module):
 
 
 def check_sums(criterion):
-    """Refuse a criterion that divides: means of parts cannot be added up."""
+    """Refuse a criterion known to divide: means of parts cannot be added up."""
     if not isinstance(criterion, nn.Module):
         raise TypeError(f"the criterion must be an nn.Module, not {criterion!r}")
     for part in criterion.modules():
@@ -79,7 +79,8 @@ class ChunkedLoss(nn.Module):
     and ``count(target)``, if given, divides. ``hidden`` and the parameters of both get
     gradients, which are computed chunk by chunk together with the loss; ``backward``
     only scales them. That is too late for float16, which needs a GradScaler's factor
-    from the start. A hook that changes a parameter's gradient would act twice.
+    from the start (chapter 10). A hook that changes a parameter's gradient would act
+    twice, in forward and in backward.
     """
 
     def __init__(self, generator, criterion, chunk_size, count=None):
