@@ -9,6 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
+# a private name, which torch's own FSDP uses, too
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
 from .devices import as_device, check_devices, record_message, to_device
 from .memory import watched
 
@@ -21,45 +24,29 @@ def scatter(inputs, devices, dim=0):
     devices: 2, 2 and 1 for 5 rows and 4 devices. Shards are copies, and may be written
     to. A single device gets the inputs as they are. Gradients flow back.
     """
-    sizes = rows_of(inputs, dim) if len(devices) > 1 else []
-    if len(sizes) > 1:
-        raise ValueError(f"the tensors to split have {sizes} rows: pass equally many")
-    if isinstance(inputs, torch.Tensor):
-        devices = check_devices(devices)
-        src = position(inputs.device, devices)
-        shards = [inputs]
-        if len(devices) > 1:
-            shards = [part.clone() for part in inputs.chunk(len(devices), dim)]
-        pairs = enumerate(zip(shards, devices))
-        return [to_device(shard, device, src, i) for i, (shard, device) in pairs]
-    if isinstance(inputs, tuple | list | dict) and inputs:
-        columns = [scatter(part, devices, dim) for part in parts_of(inputs)]
-        # zip stops where the tensors' shards end
-        return [rebuild(inputs, parts) for parts in zip(*columns)]
-    return [inputs] * len(devices)
-
-
-def rows_of(inputs, dim):
-    """Return the different sizes along ``dim`` of all tensors in ``inputs``, sorted."""
-    if isinstance(inputs, torch.Tensor):
-        if not inputs.dim():
+    devices = check_devices(devices)
+    leaves, tree = tree_flatten(inputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(devices) > 1:
+        if not all(tensor.dim() for tensor in tensors):
             raise ValueError("a tensor without dimensions has no rows: pass a number")
-        return [inputs.size(dim)]
-    if isinstance(inputs, tuple | list | dict):
-        return sorted({n for part in parts_of(inputs) for n in rows_of(part, dim)})
-    return []
+        sizes = sorted({tensor.size(dim) for tensor in tensors})
+        if len(sizes) > 1:
+            raise ValueError(f"tensors to split have {sizes} rows: pass equally many")
+    columns = [shards_of(leaf, devices, dim) for leaf in leaves]
+    # zip stops where the tensors' shards end
+    return [tree_unflatten(parts, tree) for _, *parts in zip(devices, *columns)]
 
 
-def parts_of(tree):
-    """Return the items of a tuple or list, or the values of a dict."""
-    return tree.values() if isinstance(tree, dict) else tree
-
-
-def rebuild(tree, parts):
-    """Return a tuple, list or dict of the type of ``tree``, with other parts."""
-    if isinstance(tree, dict):
-        return type(tree)(zip(tree, parts))
-    return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+def shards_of(leaf, devices, dim):
+    """Return a tensor's shards, or anything else for each device."""
+    if not isinstance(leaf, torch.Tensor):
+        return [leaf] * len(devices)
+    src, shards = position(leaf.device, devices), [leaf]
+    if len(devices) > 1:
+        shards = [part.clone() for part in leaf.chunk(len(devices), dim)]
+    pairs = enumerate(zip(shards, devices))
+    return [to_device(shard, device, src, i) for i, (shard, device) in pairs]
 
 
 def position(device, devices):
@@ -144,24 +131,23 @@ def gather(outputs, device, dim=0):
 
     Tensors without dimensions, such as losses, become a vector. Gradients flow back.
     """
-    first = outputs[0]
-    if isinstance(first, torch.Tensor):
-        device = as_device(device)
-        dst = position(device, [output.device for output in outputs])
-        moved = [to_device(output, device, i, dst) for i, output in enumerate(outputs)]
-        return torch.cat(moved, dim) if first.dim() else torch.stack(moved)
-    if isinstance(first, dict):
-        if any(output.keys() != first.keys() for output in outputs):
-            raise ValueError(f"an output has other keys than {list(first)}")
-        groups = [[output[key] for output in outputs] for key in first]
-    elif isinstance(first, tuple | list):
-        groups = zip(*outputs, strict=True)
-    elif all(output is None for output in outputs):
+    columns, trees = zip(*map(tree_flatten, outputs))
+    if any(tree != trees[0] for tree in trees):
+        raise ValueError(f"the outputs are not built alike: {trees}")
+    joined = [join(parts, as_device(device), dim) for parts in zip(*columns)]
+    return tree_unflatten(joined, trees[0])
+
+
+def join(parts, device, dim):
+    """Return the parts as one tensor on ``device``; None if all of them are None."""
+    if all(part is None for part in parts):
         return None
-    else:
-        problem = f"cannot gather a {type(first).__name__}"
-        raise TypeError(f"{problem}: return tensors, or tuples, lists, dicts of them")
-    return rebuild(first, [gather(group, device, dim) for group in groups])
+    for part in parts:
+        if not isinstance(part, torch.Tensor):
+            raise TypeError(f"cannot gather a {type(part).__name__}: return tensors")
+    dst = position(device, [part.device for part in parts])
+    moved = [to_device(part, device, i, dst) for i, part in enumerate(parts)]
+    return torch.cat(moved, dim) if parts[0].dim() else torch.stack(moved)
 
 
 class DataParallel(nn.Module):
@@ -182,7 +168,7 @@ class DataParallel(nn.Module):
     def forward(self, *inputs, **kwargs):
         """Return the module's output for the whole batch."""
         devices = self.devices
-        if len(devices) > 1 and not rows_of((inputs, kwargs), self.dim):
+        if not any(map(torch.is_tensor, tree_leaves((inputs, kwargs)))):
             devices = devices[:1]  # nothing to split
         shards = scatter((inputs, kwargs), devices, self.dim)
         args, kwargs = zip(*shards)

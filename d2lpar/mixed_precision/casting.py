@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..data_parallel import parts_of, rebuild
 from ..guards import checked
 
 LOW_DTYPES = torch.float16, torch.bfloat16
@@ -118,8 +117,11 @@ def map_tensors(function: Callable, x: Any) -> Any:
     """Return ``x`` with ``function`` of each tensor in its tuples, lists and dicts."""
     if isinstance(x, torch.Tensor):
         return function(x)
-    if isinstance(x, (tuple, list, dict)):
-        return rebuild(x, [map_tensors(function, part) for part in parts_of(x)])
+    if isinstance(x, dict):
+        return type(x)((key, map_tensors(function, x[key])) for key in x)
+    if isinstance(x, (tuple, list)):
+        parts = [map_tensors(function, part) for part in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
     return x
 
 
