@@ -5,6 +5,7 @@ All public names are here, as in ``d2lpar.train``, ``d2lpar.ring``. The figures,
 """
 
 from . import ranks
+from .batch_norm import SyncBatchNorm
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .collectives import (
     all_gather,
@@ -15,6 +16,7 @@ from .collectives import (
 )
 from .data import DataError, load_data_fashion_mnist
 from .data_parallel import DataParallel, gather, parallel_apply, replicate, scatter
+from .ddp import DistributedDataParallel, NaiveDistributedDataParallel
 from .devices import (
     Ledger,
     choose_devices,
@@ -23,12 +25,6 @@ from .devices import (
     to_device,
     try_all_gpus,
     try_gpu,
-)
-from .distributed import (
-    DistributedDataParallel,
-    DistributedSampler,
-    NaiveDistributedDataParallel,
-    SyncBatchNorm,
 )
 from .losses import ChunkedLoss, DataParallelCriterion, DataParallelModel
 from .memory import peak_memory, saved_memory
@@ -47,6 +43,7 @@ from .pipeline import (
     sequential,
 )
 from .ranks import MismatchError, PeerError, RankError, launch
+from .sampler import DistributedSampler
 from .schedules import (
     Move,
     cost,

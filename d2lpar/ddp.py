@@ -1,276 +1,201 @@
-"""DistributedDataParallel: a replica on each rank, and gradients averaged in backward.
+"""DistributedDataParallel: each rank has a replica, and all average their gradients.
 
-The naive version sends after backward, the other's ``Reducer`` during it. Notebook 07
-builds this file. Sources: Li et al. (see ``buckets``), and
-``torch.nn.parallel.DistributedDataParallel``.
+The naive class sends each gradient after backward. The other one sends them in buckets
+while backward goes on. Chapter 07 writes this file. Sources: Li et al., "PyTorch
+Distributed" (VLDB 2020), and ``torch.nn.parallel.DistributedDataParallel``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from .. import ranks
-from ..data_parallel import scatter
-from ..guards import checked
-from ..ranks.transport import check_group
-from .ddp_arguments import check_arguments, gpu_numbers
-from .reducer import Reducer
-from .state_sharing import share_state, share_tensors
-from .uneven import PRESENT, TRAINS, Join, naming_join, num_rows
+# a private name, which torch's own FSDP uses, too
+from torch.utils._pytree import tree_leaves
+
+from . import ranks
+from .data_parallel import scatter
 
 
 class NaiveDistributedDataParallel(nn.Module):
     """A replica on one rank; call ``average_gradients`` after each backward pass."""
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None):
+    def __init__(self, module, process_group=None):
         super().__init__()
-        self.module, self.group = module, group
-        share_state(module, group)
+        self.module, self.group = module, ranks.group_of(process_group)
+        share([*module.parameters(), *module.buffers()], self.group)
 
     def forward(self, *args, **kwargs):
         """Call the module."""
         return self.module(*args, **kwargs)
 
-    def average_gradients(self) -> None:
-        """Average each gradient over the ranks, in place; a missing one counts as 0."""
+    def average_gradients(self):
+        """Replace each gradient by its mean over the ranks."""
         for param in self.module.parameters():
-            if param.requires_grad:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
+            if param.grad is not None:
                 ranks.allreduce(param.grad, op="mean", group=self.group)
 
 
+def share(tensors, group):
+    """Copy the tensors of the group's first rank, in place, to all others."""
+    for tensor in tensors:
+        ranks.broadcast(tensor.detach(), group.ranks[0], group)
+
+
+def fill_buckets(params, max_bytes):
+    """Deal params out, in order, to lists of one dtype and at most ``max_bytes``."""
+    buckets, room = [], -1
+    for param in params:
+        if param.nbytes > room or param.dtype != buckets[-1][0].dtype:
+            buckets.append([])  # a parameter that is larger stays alone
+            room = max_bytes
+        buckets[-1].append(param)
+        room -= param.nbytes
+    return buckets
+
+
+def pack(params):
+    """Return the gradients side by side, then for each one whether it is there."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    used = grads[0].new_tensor([param.grad is not None for param in params])
+    return torch.cat([*(grad.flatten() for grad in grads), used])
+
+
+def unpack(flat, params):
+    """Set the gradients to what ``flat`` holds, but for those that no rank has."""
+    *means, used = flat.split([*(param.numel() for param in params), len(params)])
+    for p, mean, is_used in zip(params, means, used.tolist()):
+        if is_used:
+            mean = mean.view_as(p)  # next, with p's strides, as autograd wants it
+            p.grad = mean if p.is_contiguous() else torch.empty_like(p).copy_(mean)
+
+
+def add_hooks(reducer, params):
+    """Let autograd call ``reducer.is_ready``, for as long as there is this reducer."""
+    me = weakref.ref(reducer)  # a parameter may live longer
+    for param in params:
+        hook = param.register_post_accumulate_grad_hook(lambda p: me().is_ready(p))
+        weakref.finalize(reducer, hook.remove)
+
+
+class Reducer:
+    """Averages gradients in buckets, which a thread sends while backward goes on."""
+
+    def __init__(self, params, max_bytes, group):
+        self.buckets = fill_buckets(reversed(params), max_bytes)
+        self.bucket_of = {p: b for b, params in enumerate(self.buckets) for p in params}
+        self.group, self.thread = ranks.own_group(group), ThreadPoolExecutor(1)
+        self.num_passes, self.is_running = 0, False
+        add_hooks(self, params)
+
+    def expect(self, output):
+        """Average in each backward pass through the tensors of ``output``."""
+        self.num_passes, self.is_running = self.num_passes + 1, False
+        nodes = {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(output)}
+        if nodes <= {None}:
+            raise TypeError("return tensors with gradients, also in tuples or dicts")
+        for node in nodes - {None}:
+            node.register_prehook(self.begin)
+
+    def begin(self, _):
+        """Begin to average; when backward ends, autograd will call ``finish``."""
+        if self.is_running:
+            return
+        self.is_running, self.sent = True, []
+        self.missing = [set(params) for params in self.buckets]
+        # torch has no public name for it
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        plan = f"the backward pass after forward pass {self.num_passes}"
+        self.agreed = self.thread.submit(ranks.agree, plan, self.group)
+
+    def is_ready(self, param):
+        """Send each bucket that is complete: autograd has added up a gradient."""
+        if not self.is_running:
+            return
+        missing = self.missing[self.bucket_of[param]]
+        if param not in missing or getattr(param.grad, "requires_grad", False):
+            raise RuntimeError("a gradient came twice in one pass, or with a graph")
+        missing.remove(param)
+        while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
+            self.send()
+
+    def send(self):
+        """Hand the next bucket to the thread."""
+        flat = pack(self.buckets[len(self.sent)])
+        self.sent.append(self.thread.submit(self.average, flat))
+
+    def average(self, flat):
+        """Average a bucket over the ranks: the work of the thread."""
+        ranks.allreduce(flat, op="mean", group=self.group)
+        return flat
+
+    @torch.no_grad()
+    def finish(self):
+        """Send the other buckets, wait for all, and hand the means out."""
+        while len(self.sent) < len(self.buckets):
+            self.send()
+        self.agreed.result()
+        for params, future in zip(self.buckets, self.sent):
+            unpack(future.result(), params)
+        self.is_running = False
+
+
 class DistributedDataParallel(nn.Module):
-    """A module's replica on one rank; ``backward`` averages gradients over ranks.
+    """A replica on one rank: ``backward`` leaves the mean of all ranks' gradients.
 
-    It takes what ``torch.nn.parallel.DistributedDataParallel`` takes, and means the
-    same by it. Parameters may be frozen, tied, unused, and used by some ranks only; one
-    that no rank has used keeps a ``.grad`` of None. A copy (``copy.deepcopy``, pickle,
-    ``torch.save``) is its own wrapper, without a communication hook; it needs
-    ``process_group`` to be all ranks.
-
-    Not as in torch: every backward pass through an output averages, not only the first
-    one after a forward pass. With ``use_reentrant=True`` a layer may be checkpointed
-    once in a pass. Hooks on gradients must be registered before, since a gradient may
-    be sent as soon as it is there. The first three objects get lanes, further ones send
-    messages. ``output_device``, ``dim``, ``find_unused_parameters``, ``static_graph``,
-    ``check_reduction`` and ``batched_grad_copy`` make no difference. Arguments that are
-    not named here are refused. ``weight`` is ours, and so is ``timeline``: set this
-    attribute to a list to get (bucket, begin, end) in seconds per message.
-
-    Args:
-        device_ids: None, or a list of the one GPU on which the module is; inputs are
-            moved to it.
-        broadcast_buffers: unless False, buffers become rank 0's, now and before each
-            forward pass that follows one with gradients; for these,
-            ``forward_sync_buffers`` takes its place.
-        init_sync: whether to check that the ranks' modules are alike, and copy rank
-            0's state.
-        bucket_cap_mb: the size of a bucket in MiB, None: 25; a larger parameter has
-            its own.
-        gradient_as_bucket_view: saves a copy: gradients are views, which the next
-            pass overwrites.
-        weight: "equal": the mean over ranks, as in torch. "rows": each rank counts by
-            its rows (dimension 0 of forward's first tensor): the mean over a rank's
-            rows becomes the mean over all rows. The rows of several forward passes add
-            up, until one backward pass ends.
+    The arguments mean what they mean in torch's class. A gradient that is missing on
+    some ranks counts as 0 there; one that is missing on all stays None. All ranks make
+    equally many forward passes with gradients. What does not go through the output, as
+    a penalty on its gradient, is not averaged.
     """
 
-    @checked(check_arguments)
     def __init__(
         self,
-        module: nn.Module,
-        device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
-        dim: int = 0,
-        broadcast_buffers: bool | None = None,
-        init_sync: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        delay_all_reduce_named_params=None,
-        param_to_hook_all_reduce=None,
-        mixed_precision=None,
-        device_mesh=None,
-        skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list=None,
-        batched_grad_copy: bool = False,
-        forward_sync_buffers: bool | None = None,
+        module,
+        device_ids=None,
         *,
-        weight: str = "equal",
+        process_group=None,
+        bucket_cap_mb=25,
+        broadcast_buffers=True,
+        find_unused_parameters=False,  # ours always finds them
     ):
         super().__init__()
-        self.module, self.dim, self.static_graph = module, dim, static_graph
-        self.device_ids, self.output_device = gpu_numbers(device_ids, output_device)
-        self.process_group = process_group or dist.group.WORLD
-        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.broadcast_buffers = broadcast_buffers is not False
-        self._by_rows = weight == "rows"
-        if init_sync:
-            buffers = self.broadcast_buffers or forward_sync_buffers is not None
-            share_state(self.module, self.process_group, buffers)
-            if (
-                len(
-                    set(
-                        ranks.all_gather(
-                            torch.tensor([self._by_rows]), self.process_group
-                        ).tolist()
-                    )
-                )
-                > 1
-            ):
-                raise ValueError(f"weight is {weight!r} on this rank, but not on all")
-        if forward_sync_buffers is not None:
-            self.broadcast_buffers = forward_sync_buffers
+        self.module, self.device_ids = module, device_ids
+        self.broadcast_buffers = broadcast_buffers
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self._attach()
-
-    def _attach(self) -> None:
-        named = list(self.module.named_parameters())
-        self._frozen = [
-            (name, param) for name, param in named if not param.requires_grad
-        ]
-        self._join: Join | None = None
-        self.timeline: list | None = None
-        params = [param for _, param in named if param.requires_grad]
-        how = self.bucket_cap_mb, self._by_rows, self.gradient_as_bucket_view
-        self.reducer = Reducer(params, self.process_group, *how)
+        self.group = ranks.group_of(process_group)
+        params = [param for param in module.parameters() if param.requires_grad]
+        where = {param.device for param in params}
+        if device_ids and where != {torch.device(f"cuda:{i}") for i in device_ids}:
+            problem = f"device_ids is {device_ids}, but the module is on {where}"
+            raise ValueError(f"{problem}: leave device_ids out, or move the module")
+        share([*module.parameters(), *module.buffers()], self.group)
+        self.reducer = Reducer(params, bucket_cap_mb * 2**20, self.group)
 
     def forward(self, *args, **kwargs):
-        """Call the module; before that, ranks share their buffers where torch's do."""
+        """Call the module; before that, share buffers where torch's class does."""
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if self._join:
-            self._join.roll_call(TRAINS if averages else PRESENT)
-        if self.will_sync_module_buffers():
-            self._share_buffers()
-        if torch.is_grad_enabled():
-            for name, param in self._frozen:
-                if param.requires_grad:
-                    raise ValueError(
-                        f"{name} was unfrozen after wrapping: wrap the module again"
-                    )
-            self.reducer.timeline = self.timeline
-            self.reducer.begin(self._weight_of(args, kwargs))
+        if self.require_forward_param_sync and self.broadcast_buffers:
+            share(self.module.buffers(), self.group)
+        self.require_forward_param_sync = averages
         if self.device_ids:
-            [(args, kwargs)] = scatter(
-                (args, kwargs), [torch.device("cuda", self.device_ids[0])]
-            )
+            [(args, kwargs)] = scatter((args, kwargs), self.device_ids)
         output = self.module(*args, **kwargs)
         if averages:
-            self.reducer.expect(tensors_in(output))
-        self.require_forward_param_sync = averages
+            trained = {p for p in self.module.parameters() if p.requires_grad}
+            if trained - self.reducer.bucket_of.keys():
+                problem = "the module has parameters to train that came after wrapping"
+                raise ValueError(f"{problem}: change the module first, then wrap it")
+            self.reducer.expect(output)
         return output
 
-    def _weight_of(self, args: tuple, kwargs: dict) -> float:
-        """Return what this rank's gradients count: the result is the sum over ranks."""
-        if self._by_rows:
-            return num_rows(args, kwargs)
-        return self._join.weight if self._join else 1 / self.process_group.size()
-
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let each rank add up gradients alone, for the forward passes made inside."""
+    def no_sync(self):
+        """Let each rank add up gradients alone, after forward passes made inside."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
             self.require_backward_grad_sync = before
-
-    def register_comm_hook(self, state: Any, hook: Callable) -> None:
-        """Let ``hook(state, bucket)`` reduce each bucket, and return a future.
-
-        The tensor of this ``torch.futures.Future`` replaces ``bucket.buffer()``, which
-        is not yet divided by the number of ranks. Backward waits for each future no
-        longer than the group's time limit.
-        """
-        if not callable(hook):
-            raise TypeError(f"hook must be a function, not {hook!r}")
-        if self.reducer.comm_hook:
-            raise RuntimeError("register_comm_hook can be called only once")
-        if self._by_rows:
-            raise ValueError(
-                'weight="rows" divides by all rows: it cannot be left to a hook'
-            )
-        self.reducer.comm_hook = partial(hook, state)
-
-    def will_sync_module_buffers(self) -> bool:
-        """Say whether the next forward pass begins with rank 0's buffers for all."""
-        wanted = self.require_forward_param_sync and self.broadcast_buffers
-        return wanted and any(True for _ in self.module.buffers())
-
-    def _share_buffers(self) -> None:
-        source = (
-            self._join.source
-            if self._join
-            else dist.get_global_rank(self.process_group, 0)
-        )
-        with naming_join():
-            # by autograd, as in torch
-            unseen = [buffer.data for buffer in self.module.buffers()]
-            share_tensors(unseen, source, self.process_group)
-
-    @contextmanager
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Iterator[None]:
-        """Let ranks have different numbers of batches, for the loop that is inside.
-
-        A rank that has left the loop sends zeros until all have. Then all take the
-        parameters of one of the last, and its buffers if they are broadcast. Gradients
-        are divided by the number of all ranks or, unless
-        ``divide_by_initial_world_size``, of those that still have batches; with
-        ``weight="rows"`` by the rows. With ``throw_on_early_termination``, all raise a
-        RuntimeError once one has left. A forward pass with gradients must have its
-        backward pass.
-        """
-        if not enable:
-            yield
-            return
-        self._join = Join(
-            self, divide_by_initial_world_size, throw_on_early_termination
-        )
-        try:
-            yield
-            self._join.keep_up()
-        finally:
-            self._join = None
-
-    def __getstate__(self) -> dict:
-        check_group(None)
-        if self.process_group is not dist.group.WORLD:
-            raise RuntimeError(
-                "this one is not of all ranks: copy .module, and wrap the copy"
-            )
-        ours = ("process_group", "reducer")
-        return {name: value for name, value in vars(self).items() if name not in ours}
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        check_group(None)
-        self.process_group = dist.group.WORLD
-        self._attach()
-
-
-def tensors_in(output: Any) -> list[torch.Tensor]:
-    """Return an output's tensors, also in nested tuples, lists, dicts, dataclasses."""
-    if is_dataclass(output):
-        output = [getattr(output, field.name) for field in fields(output)]
-    elif isinstance(output, dict):
-        output = output.values()
-    elif not isinstance(output, (list, tuple)):
-        return [output] if isinstance(output, torch.Tensor) else []
-    return [tensor for part in output for tensor in tensors_in(part)]

@@ -1,86 +1,59 @@
-"""Which examples a rank reads: an epoch is dealt out like cards, in turn.
+"""Which examples a rank reads: each epoch's order is dealt out like cards, in turn.
 
-All ranks shuffle alike, from the same seed, and rank r of k takes places r, r + k, r +
-2k, … of the order. So nothing is sent, and k ranks with b examples each see together
-one process's batch of k·b. Notebook 08 uses this file. Source:
+All ranks shuffle alike, from the same seed, so nothing is sent. Rank r of k takes the
+places r, r + k, r + 2k, … of the order: k ranks with b rows each see together what one
+process sees in a batch of k·b rows. Chapter 08 writes this file. Source:
 ``torch.utils.data.distributed.DistributedSampler``.
 """
-
-from collections.abc import Iterator, Sized
-from operator import index
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
 
-def check_sampler(k: int, rank: int, drop_last: bool, pad: bool) -> None:
-    """Refuse a rank that is none of ``k``, and a contradiction."""
-    if not 0 <= rank < k:
-        raise ValueError(
-            f"rank must be from 0 to num_replicas - 1 = {k - 1}, not {rank}"
-        )
-    if drop_last and not pad:
-        raise ValueError(
-            "drop_last leaves examples out, pad=False keeps each: choose one"
-        )
+class DistributedSampler(Sampler):
+    """The numbers of one rank's examples, for a ``DataLoader``'s ``sampler=``.
 
-
-class DistributedSampler(Sampler[int]):
-    """The indices of the examples of one rank, for a ``DataLoader``'s ``sampler=``.
-
-    They are torch's: all ranks have equally many; if examples do not suffice, the order
-    starts again or, with ``drop_last``, is cut short. With ``pad=False``, which is
-    ours, none is repeated, and a rank may have one less than rank 0, so a batch less:
-    use ``DistributedDataParallel.join``. Call ``set_epoch`` before every epoch: without
-    it, every epoch has the same order.
+    They are those of torch's class. All ranks get equally many: where examples are
+    missing for that, the order begins again, or it is cut with ``drop_last``. With
+    ``pad=False``, which torch's class lacks, each example is dealt out once, and some
+    ranks get one less. Call ``set_epoch`` before each epoch, for another order.
     """
 
     def __init__(
         self,
-        dataset: Sized,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
+        dataset,
+        num_replicas=None,
+        rank=None,
+        shuffle=True,
+        seed=0,
+        drop_last=False,
         *,
-        pad: bool = True,
+        pad=True,
     ):
-        k = index(dist.get_world_size() if num_replicas is None else num_replicas)
-        self.rank = index(dist.get_rank() if rank is None else rank)
-        check_sampler(k, self.rank, drop_last, pad)
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, index(seed)
-        self.num_replicas, self.drop_last, self.pad = k, drop_last, pad
-        self.epoch = self.start = 0
+        k = dist.get_world_size() if num_replicas is None else num_replicas
+        self.rank = dist.get_rank() if rank is None else rank
+        if not 0 <= self.rank < k:
+            raise ValueError(f"rank {self.rank} is none of 0 to {k - 1}")
+        if drop_last and not pad:
+            raise ValueError("drop_last leaves examples out, pad=False keeps all")
+        self.dataset, self.num_replicas, self.epoch = dataset, k, 0
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         n = len(dataset)
-        each = n // k if drop_last else -(-n // k)
-        self.total_size = each * k if pad else n
-        self.num_samples = len(range(self.rank, self.total_size, k))
+        each = n // k if drop_last else -(-n // k)  # -(-n // k): rounded up
+        self.total_size = each * k if pad else n  # places that are dealt out
 
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Take the order of ``epoch``, from this rank's example number ``start`` on.
+    def set_epoch(self, epoch):
+        """Take the order of this epoch from now on."""
+        self.epoch = epoch
 
-        ``start``, which is ours, is for a resume: how many examples the training loop
-        has used (a ``DataLoader`` with workers reads ahead). The next call resets it.
-        """
-        if not 0 <= start <= self.num_samples:
-            raise ValueError(
-                f"start must be from 0 to {self.num_samples}, not {start!r}"
-            )
-        self.epoch, self.start = index(epoch), index(start)
+    def __len__(self):
+        return len(range(self.rank, self.total_size, self.num_replicas))
 
-    def __len__(self) -> int:
-        return self.num_samples - self.start
-
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         n = len(self.dataset)
-        # as torch's sampler
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = (
-            torch.randperm(n, generator=generator) if self.shuffle else torch.arange(n)
-        )
-        if self.total_size > n:
-            order = order.repeat(-(-self.total_size // n))
-        own = order[self.rank : self.total_size : self.num_replicas]
-        return iter(own[self.start :].tolist())
+        shuffled = torch.randperm(n, generator=generator)
+        order = shuffled if self.shuffle else torch.arange(n)
+        order = order.repeat(-(-self.total_size // max(n, 1)))  # and once more
+        return iter(order[self.rank : self.total_size : self.num_replicas].tolist())

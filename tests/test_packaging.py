@@ -68,4 +68,4 @@ def test_source_archive_and_wheel_have_the_module_which_works_elsewhere(tmp_path
     said = run(sys.executable, "-c", program, cwd=tmp_path, **place)
     assert said.split() == [str(tmp_path / "installed/d2lpar/__init__.py"), "allreduce"]
     command = tmp_path / "installed" / "bin" / "d2lpar-train"
-    assert "--resume-if-there" in run(command, "--help", cwd=tmp_path, **place)
+    assert "--resume" in run(command, "--help", cwd=tmp_path, **place)

@@ -28,9 +28,7 @@ ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 HOUSE = {
     "": "guards devices data memory training models checkpoint schedules collectives",
     "ranks": "lanes transport collectives _old worker launch",
-    "middle": "data_parallel losses",
-    "distributed": "sampler buckets batch_norm state_sharing uneven reducer"
-    " ddp_arguments ddp",
+    "middle": "data_parallel losses ddp sampler batch_norm",
     "mixed_precision": "casting grad_scaler opt_levels",
     "sharding": "shards clipping full_state optimizer traffic addresses units"
     " sharded_module",

@@ -1,142 +1,79 @@
-"""Every epoch is dealt out once, in torch's order; a rank can begin in the middle."""
+"""Every epoch is dealt out in torch's order; without padding, each example once."""
 
 import inspect
-from functools import partial
 
 import pytest
 import torch
-from helpers import on_ranks
+from helpers import in_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
-from d2lpar.distributed.sampler import DistributedSampler
+from d2lpar import DistributedSampler
 
 SIZES, RANKS = st.integers(0, 60), st.integers(1, 9)
-EPOCHS, SEEDS = st.integers(-2, 5), st.integers(0, 5)
+EPOCHS, SEEDS, EITHER = st.integers(-2, 5), st.integers(0, 5), st.booleans()
 
 
-@given(
-    n=SIZES,
-    k=RANKS,
-    epoch=EPOCHS,
-    seed=SEEDS,
-    shuffle=st.booleans(),
-    drop_last=st.booleans(),
-)
-def test_sequences_and_attributes_are_torchs(n, k, epoch, seed, shuffle, drop_last):
+@given(SIZES, RANKS, EPOCHS, SEEDS, EITHER, EITHER)
+def test_the_sequences_are_torchs(n, k, epoch, seed, shuffle, drop_last):
     before = torch.get_rng_state()
     for rank in range(k):
-        ours, theirs = (
-            kind(range(n), k, rank, shuffle, seed, drop_last)
-            for kind in (DistributedSampler, TorchSampler)
-        )
-        for sampler in (ours, theirs):
-            sampler.set_epoch(epoch)
-        assert list(ours) == list(theirs) and len(ours) == len(theirs)
-        for name, value in vars(theirs).items():
-            assert getattr(ours, name) == value, name
-    # no number of the program's is used up
+        args = range(n), k, rank, shuffle, seed, drop_last
+        ours, theirs = DistributedSampler(*args), TorchSampler(*args)
+        assert list(ours) == list(theirs)  # of epoch 0
+        ours.set_epoch(epoch)
+        theirs.set_epoch(epoch)
+        assert list(ours) == list(ours) == list(theirs) and len(ours) == len(theirs)
+    # no number of the program's own is used up
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_parameters_are_torchs_and_then_ours():
-    ours, theirs = (
-        [(p.name, p.default) for p in inspect.signature(kind).parameters.values()]
-        for kind in (DistributedSampler, TorchSampler)
-    )
-    assert ours == [*theirs, ("pad", True)]
-
-
-@given(n=SIZES, k=RANKS, epoch=EPOCHS, seed=SEEDS, shuffle=st.booleans())
-def test_without_padding_each_example_is_dealt_out_once_in_one_order(
-    n, k, epoch, seed, shuffle
-):
-    generator = torch.Generator().manual_seed(seed + epoch)
-    order = (
-        torch.randperm(n, generator=generator).tolist() if shuffle else list(range(n))
-    )
+@given(SIZES, RANKS, EPOCHS, SEEDS, EITHER)
+def test_without_padding_each_example_is_dealt_out_once(n, k, epoch, seed, shuffle):
+    alone = TorchSampler(range(n), 1, 0, shuffle, seed)
+    alone.set_epoch(epoch)
     for rank in range(k):
         sampler = DistributedSampler(range(n), k, rank, shuffle, seed, pad=False)
         sampler.set_epoch(epoch)
-        assert list(sampler) == order[rank::k] and len(sampler) == len(order[rank::k])
+        own = list(alone)[rank::k]
+        assert list(sampler) == own and len(sampler) == len(own)
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = []
-    for epoch, seed in [(0, 0), (1, 0), (0, 7)]:
-        sampler = DistributedSampler(range(100), 2, 0, seed=seed)
-        sampler.set_epoch(epoch)
-        orders.append(tuple(sampler))
-        assert tuple(sampler) == orders[-1]  # set_epoch was forgotten
-    assert len(set(orders)) == 3
-
-
-@given(n=SIZES, k=RANKS, pad=st.booleans(), data=st.data())
-def test_a_rank_goes_on_where_it_was(n, k, pad, data):
-    rank = data.draw(st.integers(0, k - 1))
-    sampler = DistributedSampler(range(n), k, rank, pad=pad)
-    sampler.set_epoch(3)
-    whole, ahead = list(sampler), iter(sampler)
-    start = data.draw(st.integers(0, len(whole)))
-    sampler.set_epoch(3, start)
-    assert list(sampler) == whole[start:] and len(sampler) == len(whole) - start
-    assert list(ahead) == whole  # as a DataLoader with workers reads ahead
-    sampler.set_epoch(4)
-    assert len(sampler) == len(whole)  # the next epoch is a whole one
-
-
-@pytest.mark.parametrize("batched", [False, True], ids=["sampler", "batch_sampler"])
-def test_a_data_loader_reads_the_ranks_own_examples_and_resumes(batched):
-    X = 10 * torch.arange(23)
-    sampler = DistributedSampler(X, num_replicas=2, rank=1, pad=False)
-    how = (
-        {"batch_sampler": BatchSampler(sampler, 4, drop_last=False)} if batched else {}
+def test_the_parameters_are_torchs_and_then_pad_which_has_a_name():
+    ours, theirs = (
+        [*inspect.signature(kind).parameters.values()]
+        for kind in (DistributedSampler, TorchSampler)
     )
-    batches = DataLoader(X, **how or {"batch_size": 4, "sampler": sampler})
-    seen = [batch.tolist() for batch in batches]
-    assert seen == [part.tolist() for part in X[list(sampler)].split(4)]
-    sampler.set_epoch(0, start=2 * 4)
-    assert [batch.tolist() for batch in batches] == seen[2:] and len(batches) == 1
+    found = [(param.name, param.default, param.kind) for param in ours]
+    expected = [(param.name, param.default, param.kind) for param in theirs]
+    assert found == [*expected, ("pad", True, inspect.Parameter.KEYWORD_ONLY)]
 
 
-def asks_the_process_group(rank, world_size):
-    told = [
-        DistributedSampler(range(11), k, r)
-        for k, r in [(None, None), (4, None), (4, 3)]
-    ]
+@in_ranks(2)
+def test_unless_told_it_asks_the_process_group(rank, k):
+    told = [DistributedSampler(range(11), *args) for args in ((), (4,), (4, 3))]
     assert [(s.num_replicas, s.rank) for s in told] == [(2, rank), (4, rank), (4, 3)]
+    assert list(told[0]) == list(TorchSampler(range(11)))
 
 
-test_unless_told = on_ranks(2, [asks_the_process_group])
-make = partial(DistributedSampler, range(7), 2, 1)
+def test_a_data_loader_reads_the_ranks_own_examples_of_each_epoch():
+    X, epochs = 10 * torch.arange(23), []
+    sampler = DistributedSampler(X, num_replicas=2, rank=1, pad=False)
+    batches = DataLoader(X, batch_size=4, sampler=sampler)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        epochs.append([batch.tolist() for batch in batches])
+        assert epochs[-1] == [part.tolist() for part in X[list(sampler)].split(4)]
+    assert epochs[0] != epochs[1] and len(batches) == 3
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: DistributedSampler(range(4)), ValueError, "init_process_group"),
-        (
-            lambda: DistributedSampler(range(4), 2, 2),
-            ValueError,
-            "num_replicas - 1 = 1, not 2",
-        ),
-        (
-            lambda: DistributedSampler(range(4), 2, -1),
-            ValueError,
-            "num_replicas - 1 = 1, not -1",
-        ),
-        (lambda: DistributedSampler(range(4), 2.0, 0), TypeError, "integer"),
-        (lambda: make(drop_last=True, pad=False), ValueError, r"drop_last.*pad=False"),
-        (lambda: make().set_epoch(1.0), TypeError, "integer"),
-        (
-            lambda: make().set_epoch(1, 5),
-            ValueError,
-            "start must be from 0 to 4, not 5",
-        ),
-    ],
-)
-def test_errors(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
+def test_what_does_not_fit_is_an_error():
+    for rank in (2, -1):
+        with pytest.raises(ValueError, match=f"rank {rank} is none of 0 to 1"):
+            DistributedSampler(range(4), 2, rank)
+    with pytest.raises(ValueError, match=r"drop_last .* pad=False"):
+        DistributedSampler(range(4), 2, 1, drop_last=True, pad=False)
+    with pytest.raises(ValueError, match="init_process_group"):
+        DistributedSampler(range(4))

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..data_parallel import DataParallel
-from ..distributed.ddp import DistributedDataParallel
+from ..ddp import DistributedDataParallel
 from ..guards import checked
 from ..losses import DataParallelModel
 from .casting import LOW_DTYPES, autocast, map_tensors, tensors_of

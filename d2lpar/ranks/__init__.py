@@ -5,7 +5,7 @@
 ``launch`` starts ranks from anywhere, and ``worker`` is what runs in them.
 """
 
-from ._old import Sender, make_grid, process_group
+from ._old import Sender, make_grid
 from .collectives import (
     agree,
     all_gather,

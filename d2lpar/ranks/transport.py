@@ -116,6 +116,7 @@ class Group:
         self.size = len(self.ranks)
         self.others = [i for i in range(self.size) if i != self.me]
         self.calls, self.broken = 0, ""  # why it can no longer be used
+        self.place = None  # of its lanes, if it has some
         self.numbers = count(1)  # of the groups that own_group makes of it
         self.under_way = {"send": threading.Lock(), "receive": threading.Lock()}
         self.mine = [bytearray(NOTE_BYTES) for _ in self.ranks]  # notes to each member
@@ -133,9 +134,14 @@ class Group:
         theirs = self.tell(notes, self.others, deadline).values()
         common = mine.intersection(*[map(int, note.split()) for note in theirs])
         if common:
-            mine.remove(place := min(common))
-            self.transport = Lanes(here.memory, place, self.ranks, self.me)
+            mine.remove(min(common))
+            self.place = min(common)
+            self.transport = Lanes(here.memory, self.place, self.ranks, self.me)
         free.update(mine)
+
+    def __del__(self):
+        if self.place is not None and not self.broken:  # its lanes are empty
+            here.memory.free.add(self.place)
 
     @contextmanager
     def alone(self, name: str, *directions: str) -> Iterator[None]:

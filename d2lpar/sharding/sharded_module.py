@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import ranks
 from ..data_parallel import DataParallel
-from ..distributed.ddp import DistributedDataParallel
-from ..distributed.state_sharing import share_named
+from ..ddp import DistributedDataParallel, share
 from ..guards import checked
 from ..ranks.transport import check_group
 from .shards import Moved, Shard, is_dense
@@ -189,7 +189,7 @@ def _begin_alike(places, parts: list[nn.Module], groups: tuple) -> None:
     named += [item for part in parts for item in part.named_buffers(recurse=False)]
     # along the replicas, then among the shards
     for group in filter(None, reversed(groups)):
-        share_named(named, group)
+        share([tensor for _, tensor in named], ranks.group_of(group))
 
 
 class FSDPModule:

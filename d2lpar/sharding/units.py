@@ -7,8 +7,9 @@ Notebook 11 builds this file. Sources: Zhao et al., "PyTorch FSDP" (VLDB 2023), 
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .. import ranks
-from ..distributed.buckets import wide
-from ..distributed.ddp import tensors_in
+from ..losses import wide
 from ..mixed_precision.casting import map_tensors
 from ..schedules import even_bounds
 from .addresses import Addresses
@@ -300,3 +300,14 @@ def _cast(tree, dtype: torch.dtype | None):
     if dtype is None:
         return tree
     return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """Return an output's tensors, also in nested tuples, lists, dicts, dataclasses."""
+    if is_dataclass(output):
+        output = [getattr(output, field.name) for field in fields(output)]
+    elif isinstance(output, dict):
+        output = output.values()
+    elif not isinstance(output, (list, tuple)):
+        return [output] if isinstance(output, torch.Tensor) else []
+    return [tensor for part in output for tensor in tensors_in(part)]

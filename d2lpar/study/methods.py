@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from .. import ranks
 from ..data_parallel import DataParallel
+from ..ddp import DistributedDataParallel
 from ..devices import count_bytes
-from ..distributed.ddp import DistributedDataParallel
 from ..guards import checked
 from ..memory import peak_memory
 from ..mixed_precision import autocast

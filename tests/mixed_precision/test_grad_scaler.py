@@ -224,7 +224,7 @@ def averages(rank, world_size):
     X, found = torch.tensor([40_000, small], dtype=torch.float16), {}
     torchs = nn.parallel.DistributedDataParallel
     for name, wrap in (("torch's", torchs), ("ours", DistributedDataParallel)):
-        for factor in (None, 1.0, 2.0, 2**0.5):
+        for factor in (1.0, 2.0, 2**0.5) if wrap is torchs else (None,):
             model = wrap(nn.Linear(2, 1, bias=False, dtype=torch.float16))
             if factor:
                 model.register_comm_hook(None, predivide(factor))
@@ -243,5 +243,4 @@ def test_half_before_and_half_after_keeps_large_and_small():
         pytest.approx(4 / 3),
     )  # 1.5 is rounded to 2
     assert found["torch's", 2**0.5] == (pytest.approx(40_000, rel=2e-3), 1)
-    for factor in (None, 1.0, 2.0):  # our buckets of 16 bits are float32
-        assert found["ours", factor] == (40_000, 1)
+    assert found["ours", None] == (40_000, 1)  # our buckets are added up in float32

@@ -791,7 +791,7 @@ def what_cannot_be_sharded_is_named(rank, k):
             ),
         ),
         (
-            "ValueError the ranks have different modules",
+            "MismatchError the ranks are about to do different things",
             lambda: fully_shard(mlp(2, 2 + rank)),
         ),
         (
