@@ -100,12 +100,11 @@ class Reducer:
             node.register_prehook(self.begin)
 
     def begin(self, _):
-        """Begin to average; when backward ends, autograd will call ``finish``."""
+        """Begin to average; let autograd call ``finish`` in the end: a private name."""
         if self.is_running:
             return
         self.is_running, self.sent = True, []
         self.missing = [set(params) for params in self.buckets]
-        # torch has no public name for it
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         plan = f"the backward pass after forward pass {self.num_passes}"
         self.agreed = self.thread.submit(ranks.agree, plan, self.group)

@@ -56,9 +56,9 @@ def join():
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:  # torchrun has set it
         store, rank, world_size = next(dist.rendezvous("env://"))
-        # after a restart the store still has the addresses of the last attempt
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt {attempt}", store)
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # one machine
+            # after a restart, the store still has the addresses of dead ranks
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     else:  # nobody else is to connect
         name = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -145,7 +145,8 @@ def load(args, network, optimizer):
     network.load_state_dict(state["network"])
     optimizer.load_state_dict(state["optimizer"])
     if len(state["generators"]) == dist.get_world_size():
-        torch.set_rng_state(state["generators"][dist.get_rank()])
+        own = state["generators"][dist.get_rank()]
+        torch.set_rng_state(own.clone())  # a copy: torch crashes on a part of a tensor
     return state["epochs_done"]
 
 
