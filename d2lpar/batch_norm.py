@@ -30,6 +30,14 @@ class SumOverRanks(torch.autograd.Function):
         return SumOverRanks.apply(grad, ctx.group), None
 
 
+def follow(layer, mean, var, count):
+    """Let the running statistics follow; their variance is divided by count - 1."""
+    layer.num_batches_tracked += 1
+    unbiased = var * count / (count - 1)
+    layer.running_mean.lerp_(mean.to(layer.running_mean), layer.momentum)
+    layer.running_var.lerp_(unbiased.to(layer.running_var), layer.momentum)
+
+
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm with the mean and the variance over the rows of all ranks.
 
@@ -53,8 +61,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, X):
         """Normalise each channel; in training, update the running statistics."""
         if X.dim() < 2 or X.shape[1] != self.num_features:
-            wanted = f"(n, {self.num_features}, …)"
-            raise ValueError(f"X has the shape {tuple(X.shape)}, not {wanted}")
+            raise ValueError(f"X is {list(X.shape)}, not (n, {self.num_features}, …)")
         group = self.process_group
         k = dist.get_world_size(group) if dist.is_initialized() else 1
         if k == 1 or not self.training:
@@ -68,22 +75,12 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError("one value per channel has no variance: pass more rows")
         centred = x - mean
         var = SumOverRanks.apply(centred.square().sum(dims), group) / count
-        self.update(mean.detach(), var.detach(), count)
+        if self.track_running_stats:
+            follow(self, mean.detach(), var.detach(), count)
         y = centred * (var + self.eps).rsqrt()
         if self.affine:
             y = y * self.weight + self.bias
         return y.movedim(-1, 1).to(X.dtype)
-
-    def update(self, mean, var, count):
-        """Let the running statistics follow; their variance is divided by count - 1."""
-        if self.track_running_stats:
-            self.num_batches_tracked += 1
-            momentum = self.momentum
-            if momentum is None:  # the mean over all batches
-                momentum = 1 / self.num_batches_tracked.item()
-            unbiased = var * count / (count - 1)
-            self.running_mean.lerp_(mean.to(self.running_mean), momentum)
-            self.running_var.lerp_(unbiased.to(self.running_var), momentum)
 
     def _check_input_dim(self, X):
         """Do nothing: ``forward`` has checked it."""
