@@ -285,4 +285,4 @@ def test_the_schedulers_files_are_sound(monkeypatch):
         first, *words = container["command"] + container["args"]
         launched = get_args_parser().parse_args(words)
         assert (first, launched.training_script) == ("torchrun", "d2lpar.train_ddp")
-        assert arguments(launched.training_script_args).resume_if_there
+        assert arguments(launched.training_script_args).resume
