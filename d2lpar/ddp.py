@@ -6,8 +6,8 @@ Distributed" (VLDB 2020), and ``torch.nn.parallel.DistributedDataParallel``.
 """
 
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,7 +20,10 @@ from .data_parallel import scatter
 
 
 class NaiveDistributedDataParallel(nn.Module):
-    """A replica on one rank; call ``average_gradients`` after each backward pass."""
+    """A replica on one rank; call ``average_gradients`` after each backward pass.
+
+    All ranks must have used the same parameters.
+    """
 
     def __init__(self, module, process_group=None):
         super().__init__()
@@ -41,15 +44,15 @@ class NaiveDistributedDataParallel(nn.Module):
 def share(tensors, group):
     """Copy the tensors of the group's first rank, in place, to all others."""
     for tensor in tensors:
-        ranks.broadcast(tensor.detach(), group.ranks[0], group)
+        ranks.broadcast(tensor.data, group.ranks[0], group)  # unseen by autograd
 
 
 def fill_buckets(params, max_bytes):
     """Deal params out, in order, to lists of one dtype and at most ``max_bytes``."""
-    buckets, room = [], -1
+    buckets, room = [], 0
     for param in params:
-        if param.nbytes > room or param.dtype != buckets[-1][0].dtype:
-            buckets.append([])  # a parameter that is larger stays alone
+        if not buckets or param.nbytes > room or param.dtype != buckets[-1][0].dtype:
+            buckets.append([])  # a parameter that is larger will be alone
             room = max_bytes
         buckets[-1].append(param)
         room -= param.nbytes
@@ -59,15 +62,21 @@ def fill_buckets(params, max_bytes):
 def pack(params):
     """Return the gradients side by side, then for each one whether it is there."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    used = grads[0].new_tensor([param.grad is not None for param in params])
-    return torch.cat([*(grad.flatten() for grad in grads), used])
+    there = grads[0].new_tensor([param.grad is not None for param in params])
+    return torch.cat([*(grad.flatten() for grad in grads), there])
+
+
+def average(flat, group):
+    """Average a flat tensor over the ranks, in place, and return it."""
+    ranks.allreduce(flat, op="mean", group=group)
+    return flat
 
 
 def unpack(flat, params):
-    """Set the gradients to what ``flat`` holds, but for those that no rank has."""
-    *means, used = flat.split([*(param.numel() for param in params), len(params)])
-    for p, mean, is_used in zip(params, means, used.tolist()):
-        if is_used:
+    """Let the gradients be views of ``flat``, but for those that no rank has."""
+    *means, there = flat.split([*(param.numel() for param in params), len(params)])
+    for p, mean, is_there in zip(params, means, there.tolist()):
+        if is_there:
             mean = mean.view_as(p)  # next, with p's strides, as autograd wants it
             p.grad = mean if p.is_contiguous() else torch.empty_like(p).copy_(mean)
 
@@ -86,59 +95,58 @@ class Reducer:
     def __init__(self, params, max_bytes, group):
         self.buckets = fill_buckets(reversed(params), max_bytes)
         self.bucket_of = {p: b for b, params in enumerate(self.buckets) for p in params}
-        self.group, self.thread = ranks.own_group(group), ThreadPoolExecutor(1)
-        self.num_passes, self.is_running = 0, False
+        self.group, self.thread = ranks.own_group(group), ranks.Sender()
+        self.num_passes, self.expected, self.running = 0, None, lambda: None
         add_hooks(self, params)
 
     def expect(self, output):
-        """Average in each backward pass through the tensors of ``output``."""
-        self.num_passes, self.is_running = self.num_passes + 1, False
-        nodes = {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(output)}
-        if nodes <= {None}:
-            raise TypeError("return tensors with gradients, also in tuples or dicts")
-        for node in nodes - {None}:
-            node.register_prehook(self.begin)
+        """Average in the next backward pass, and in all through ``output``."""
+        self.num_passes += 1
+        self.announce(self.num_passes)
+        for leaf in tree_leaves(output):
+            if node := getattr(leaf, "grad_fn", None):
+                node.register_prehook(partial(self.announce, self.num_passes))
 
-    def begin(self, _):
-        """Begin to average; let autograd call ``finish`` in the end: a private name."""
-        if self.is_running:
-            return
-        self.is_running, self.sent = True, []
-        self.missing = [set(params) for params in self.buckets]
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        plan = f"the backward pass after forward pass {self.num_passes}"
-        self.agreed = self.thread.submit(ranks.agree, plan, self.group)
+    def announce(self, number, _=None):
+        """Expect gradients, of forward pass ``number``."""
+        self.expected = number
 
     def is_ready(self, param):
-        """Send each bucket that is complete: autograd has added up a gradient."""
-        if not self.is_running:
+        """Send what is complete: autograd has added up the gradient of ``param``."""
+        if self.running() is None and self.expected:
+            self.begin()
+        if self.running() is None:
             return
         missing = self.missing[self.bucket_of[param]]
         if param not in missing or getattr(param.grad, "requires_grad", False):
             raise RuntimeError("a gradient came twice in one pass, or with a graph")
         missing.remove(param)
-        while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
-            self.send()
+        self.send()
+
+    def begin(self):
+        """Begin to average, and let autograd call ``finish`` in the end."""
+        finish = partial(self.finish)  # autograd drops it in the end, or at an error
+        self.running, self.sent = weakref.ref(finish), []
+        self.missing = [set(params) for params in self.buckets]
+        torch.autograd.Variable._execution_engine.queue_callback(finish)  # private
+        plan = f"the backward pass after forward pass {self.expected}"
+        self.agreed = self.thread.submit(ranks.agree, plan, self.group)
 
     def send(self):
-        """Hand the next bucket to the thread."""
-        flat = pack(self.buckets[len(self.sent)])
-        self.sent.append(self.thread.submit(self.average, flat))
-
-    def average(self, flat):
-        """Average a bucket over the ranks: the work of the thread."""
-        ranks.allreduce(flat, op="mean", group=self.group)
-        return flat
+        """Hand the thread the next buckets, as long as they miss nothing."""
+        while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
+            flat = pack(self.buckets[len(self.sent)])
+            self.sent.append(self.thread.submit(average, flat, self.group))
 
     @torch.no_grad()
     def finish(self):
         """Send the other buckets, wait for all, and hand the means out."""
-        while len(self.sent) < len(self.buckets):
-            self.send()
-        self.agreed.result()
-        for params, future in zip(self.buckets, self.sent):
+        self.missing, self.expected = [()] * len(self.buckets), None
+        self.send()
+        agreed, sent, self.agreed, self.sent = self.agreed, self.sent, None, []
+        agreed.result()  # an error would hold the graph, and the graph this object
+        for params, future in zip(self.buckets, sent):
             unpack(future.result(), params)
-        self.is_running = False
 
 
 class DistributedDataParallel(nn.Module):
@@ -146,8 +154,7 @@ class DistributedDataParallel(nn.Module):
 
     The arguments mean what they mean in torch's class. A gradient that is missing on
     some ranks counts as 0 there; one that is missing on all stays None. All ranks make
-    equally many forward passes with gradients. What does not go through the output, as
-    a penalty on its gradient, is not averaged.
+    equally many forward passes with gradients. Register hooks on parameters before.
     """
 
     def __init__(
@@ -158,7 +165,7 @@ class DistributedDataParallel(nn.Module):
         process_group=None,
         bucket_cap_mb=25,
         broadcast_buffers=True,
-        find_unused_parameters=False,  # ours always finds them
+        find_unused_parameters=False,  # they are found anyway
     ):
         super().__init__()
         self.module, self.device_ids = module, device_ids
@@ -166,11 +173,11 @@ class DistributedDataParallel(nn.Module):
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.group = ranks.group_of(process_group)
         params = [param for param in module.parameters() if param.requires_grad]
-        where = {param.device for param in params}
-        if device_ids and where != {torch.device(f"cuda:{i}") for i in device_ids}:
-            problem = f"device_ids is {device_ids}, but the module is on {where}"
+        if device_ids and not all(param.is_cuda for param in params):
+            problem = f"device_ids is {device_ids}, but the module is on the CPU"
             raise ValueError(f"{problem}: leave device_ids out, or move the module")
-        share([*module.parameters(), *module.buffers()], self.group)
+        buffers = module.buffers() if broadcast_buffers else ()
+        share([*module.parameters(), *buffers], self.group)
         self.reducer = Reducer(params, bucket_cap_mb * 2**20, self.group)
 
     def forward(self, *args, **kwargs):

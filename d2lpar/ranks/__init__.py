@@ -5,7 +5,7 @@
 ``launch`` starts ranks from anywhere, and ``worker`` is what runs in them.
 """
 
-from ._old import Sender, make_grid
+from ._old import make_grid
 from .collectives import (
     agree,
     all_gather,
@@ -24,6 +24,7 @@ from .transport import (
     Group,
     MismatchError,
     PeerError,
+    Sender,
     group_of,
     own_group,
     use_messages,

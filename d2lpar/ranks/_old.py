@@ -1,21 +1,14 @@
 """What only the rooms of later chapters still need; their issues empty this file.
 
-Ranks in rows and columns. A thread that makes calls, and labelled messages for a
-pipeline.
+Ranks in rows and columns, and labelled messages for a pipeline.
 """
 
 import json
-from collections.abc import Callable
-from concurrent.futures import Future
-from queue import SimpleQueue
-from threading import Thread
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..collectives import check_tensor, kind_of
-from ..memory import watched
 from .collectives import sendable
 from .transport import MismatchError, group_of
 
@@ -39,45 +32,6 @@ def make_grid(
     row, _ = dist.new_subgroups_by_enumeration(places.tolist())
     column, _ = dist.new_subgroups_by_enumeration(places.T.tolist())
     return row, column
-
-
-class Sender:
-    """A daemon thread that makes calls one by one, beside backward.
-
-    A process that ends does not wait for it, as it would for a
-    ``ThreadPoolExecutor(1)``: a rank that has failed would stay until its last message
-    is taken.
-    """
-
-    def __init__(self):
-        self._calls = SimpleQueue()
-        Thread(
-            target=_make, args=(self._calls,), name="communication", daemon=True
-        ).start()
-
-    def submit(self, function: Callable, *args: Any) -> Future:
-        """Put a call at the end of the queue; return the future of its result."""
-        future = Future()
-        self._calls.put((future, function, args))
-        return future
-
-    def stop(self) -> None:
-        """Let the thread end after the calls that are in the queue."""
-        self._calls.put(None)
-
-
-def _make(calls: SimpleQueue) -> None:
-    while call := calls.get():
-        future, function, args = call
-        # False: it was cancelled while it waited
-        if future.set_running_or_notify_cancel():
-            try:
-                with watched():  # what it makes counts, too
-                    future.set_result(function(*args))
-            except BaseException as error:
-                future.set_exception(error)
-        # or what they hold would live until the next call
-        del (call, future, function, args)
 
 
 def send_labelled(
