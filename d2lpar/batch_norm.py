@@ -33,9 +33,11 @@ class SumOverRanks(torch.autograd.Function):
 def follow(layer, mean, var, count):
     """Let the running statistics follow; their variance is divided by count - 1."""
     layer.num_batches_tracked += 1
-    unbiased = var * count / (count - 1)
-    layer.running_mean.lerp_(mean.to(layer.running_mean), layer.momentum)
-    layer.running_var.lerp_(unbiased.to(layer.running_var), layer.momentum)
+    share, unbiased = layer.momentum, var * count / (count - 1)
+    if share is None:  # the mean over all batches
+        share = 1 / layer.num_batches_tracked.item()
+    layer.running_mean.lerp_(mean.to(layer.running_mean), share)
+    layer.running_var.lerp_(unbiased.to(layer.running_var), share)
 
 
 class SyncBatchNorm(_BatchNorm):

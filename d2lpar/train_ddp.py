@@ -91,6 +91,7 @@ def train(args, device):
 
 def train_epoch(args, model, optimizer, sampler, train_iter):
     """Take the steps of an epoch; return the mean loss of all ranks."""
+    model.train()
     losses, own = [], torch.tensor(list(sampler), device=train_iter.images.device)
     for rows in own.split(args.batch_size // dist.get_world_size()):
         X, y = train_iter.take(rows)
@@ -105,6 +106,7 @@ def train_epoch(args, model, optimizer, sampler, train_iter):
 @torch.no_grad()
 def evaluate(network, test_iter):
     """Return the accuracy: each rank tests its share, and no example counts twice."""
+    network.eval()
     sampler = DistributedSampler(test_iter.images, shuffle=False, pad=False)
     own, correct = torch.tensor(list(sampler), device=test_iter.images.device), 0
     for rows in own.split(1024):

@@ -82,8 +82,8 @@ def alone_or_in_evaluation_it_is_batchnorm(rank, k):
 
 def what_does_not_fit_is_an_error(rank, k):
     for X, words in (
-        (torch.ones(3), "X has the shape (3,), not (n, 2, …)"),
-        (torch.ones(4, 5), "X has the shape (4, 5), not (n, 2, …)"),
+        (torch.ones(3), "X is [3], not (n, 2, …)"),
+        (torch.ones(4, 5), "X is [4, 5], not (n, 2, …)"),
         (torch.ones(int(rank == 0), 2), "one value per channel has no variance"),
     ):
         kind, text, *_ = attempt(SyncBatchNorm(2), X)

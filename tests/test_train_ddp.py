@@ -103,10 +103,12 @@ def test_a_run_whose_rank_is_killed_goes_on_to_the_same_bits(tmp_path, restarts)
     close(load_checkpoint(path), load_checkpoint(other), rtol=0, atol=0)
 
 
-def network(scale=0.05):
-    """LeNet in float64; and random numbers that no other process has."""
+def network(scale=0.05):  # LeNet in float64, and random numbers of its own
+    def in_float64(net, X):  # but for a wrong mode
+        return X[0].double() if net.training == torch.is_grad_enabled() else None
+
     net = lenet_layers(scale).double()
-    net.register_forward_pre_hook(lambda net, X: X[0].double())
+    net.register_forward_pre_hook(in_float64)
     torch.seed()
     return net
 
