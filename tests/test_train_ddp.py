@@ -40,7 +40,7 @@ def run(path, *command):
     """Run ``python -m ...`` with a checkpoint; return its exit code and its stdout."""
     words = [sys.executable, "-m", *command, f"--checkpoint={path}"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = str(Path(__file__).parents[1])
+    env |= {"MKL_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
     try:
         said = process.communicate(timeout=2 * LIMIT)[0]
