@@ -29,10 +29,9 @@ class CheckpointError(RuntimeError):
 def save_checkpoint(path, state):
     """Write ``state`` to a file, in place of an older one of this name.
 
-    ``state`` is a dict, as deep as you like, of tensors and what JSON can hold: the
-    ``state_dict`` of a model, that of an optimiser, the number of the epoch. Once this
-    returns, it is on the disk. A process that is killed before leaves the old file or
-    the new one whole, and perhaps a ``<path>.unfinished``, which the next save uses.
+    ``state`` is a dict, as deep as you like, of tensors and what JSON can hold. A
+    process that is killed leaves the old file or the new one whole, and perhaps a
+    ``<path>.unfinished``, which the next save uses.
     """
     leaves, tree = pytree.tree_flatten(state)
     tensors = {}
@@ -42,6 +41,9 @@ def save_checkpoint(path, state):
             tensors[str(i)] = leaf.detach().to("cpu", copy=True).contiguous()
             leaves[i] = None
     text = json.dumps({"leaves": leaves, "tree": pytree.treespec_dumps(tree)})
+    back = json.loads(text)
+    if back["leaves"] != leaves or pytree.treespec_loads(back["tree"]) != tree:
+        raise TypeError("the state would not come back from JSON as it is")
     metadata = {"digest": PLACE.decode(), "state": text}
     content = safetensors.torch.save(tensors, metadata)
     digest = f"SHA-256 {hashlib.sha256(content).hexdigest()}"

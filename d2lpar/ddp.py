@@ -73,7 +73,7 @@ def average(flat, group):
 
 
 def unpack(flat, params):
-    """Let the gradients be views of ``flat``, but for those that no rank has."""
+    """Let the gradients be views of ``flat``, except those that no rank has."""
     *means, there = flat.split([*(param.numel() for param in params), len(params)])
     for p, mean, is_there in zip(params, means, there.tolist()):
         if is_there:
@@ -141,10 +141,11 @@ class Reducer:
     @torch.no_grad()
     def finish(self):
         """Send the other buckets, wait for all, and hand the means out."""
-        self.missing, self.expected = [()] * len(self.buckets), None
+        self.missing, self.expected = [set() for _ in self.buckets], None
         self.send()
-        agreed, sent, self.agreed, self.sent = self.agreed, self.sent, None, []
-        agreed.result()  # an error would hold the graph, and the graph this object
+        agreed, sent = self.agreed, self.sent
+        self.agreed, self.sent = None, []
+        agreed.result()  # an error's traceback holds the graph: it must not stay here
         for params, future in zip(self.buckets, sent):
             unpack(future.result(), params)
 
@@ -154,7 +155,8 @@ class DistributedDataParallel(nn.Module):
 
     The arguments mean what they mean in torch's class. A gradient that is missing on
     some ranks counts as 0 there; one that is missing on all stays None. All ranks make
-    equally many forward passes with gradients. Register hooks on parameters before.
+    equally many forward passes with gradients. Register your own hooks on parameters
+    before wrapping.
     """
 
     def __init__(

@@ -45,6 +45,10 @@ def arguments(argv=None):
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if args.batch_size < 1 or args.batch_size % world_size:
         parser.error(f"--batch-size must be a multiple of {world_size}")
+    if args.epochs < 1 or args.examples < 1:
+        parser.error("--epochs and --examples must be positive")
+    if not os.path.isdir(os.path.dirname(os.path.abspath(args.checkpoint))):
+        parser.error(f"there is no folder for --checkpoint {args.checkpoint}")
     return args
 
 
@@ -71,12 +75,11 @@ def train(args, device):
     torch.manual_seed(args.seed)
     train_iter, test_iter = load_data_fashion_mnist(args.batch_size, device=device)
     network = lenet_layers(scale=0.05).to(device)
-    model = DistributedDataParallel(
-        network, [device] if device.type == "cuda" else None
-    )
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
-    sampler = DistributedSampler(train_iter.images[: args.examples], seed=args.seed)
+    optimizer = torch.optim.SGD(network.parameters(), args.lr, momentum=0.9)
     begin = load(args, network, optimizer) if args.resume else 0
+    ranks.agree(f"{begin} epochs are done")  # all have found the same checkpoint
+    model = DistributedDataParallel(network)
+    sampler = DistributedSampler(train_iter.images[: args.examples], seed=args.seed)
     for epoch in range(begin, args.epochs):
         start = time.perf_counter()
         sampler.set_epoch(epoch)
