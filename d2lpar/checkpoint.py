@@ -44,8 +44,7 @@ def save_checkpoint(path, state):
     back = json.loads(text)
     if back["leaves"] != leaves or pytree.treespec_loads(back["tree"]) != tree:
         raise TypeError("the state would not come back from JSON as it is")
-    metadata = {"digest": PLACE.decode(), "state": text}
-    content = safetensors.torch.save(tensors, metadata)
+    content = safetensors.torch.save(tensors, {"digest": PLACE.decode(), "state": text})
     digest = f"SHA-256 {hashlib.sha256(content).hexdigest()}"
     replace_file(Path(path), content.replace(PLACE, digest.encode(), 1))
 

@@ -47,8 +47,6 @@ def arguments(argv=None):
         parser.error(f"--batch-size must be a multiple of {world_size}")
     if args.epochs < 1 or args.examples < 1:
         parser.error("--epochs and --examples must be positive")
-    if not os.path.isdir(os.path.dirname(os.path.abspath(args.checkpoint))):
-        parser.error(f"there is no folder for --checkpoint {args.checkpoint}")
     return args
 
 
@@ -158,6 +156,9 @@ def load(args, network, optimizer):
 def main(argv=None):
     """Join the other ranks, train, and leave."""
     args = arguments(argv)
+    folder = os.path.dirname(os.path.abspath(args.checkpoint))
+    if not os.path.isdir(folder):
+        sys.exit(f"d2lpar.train_ddp: there is no folder {folder} for the checkpoint")
     device = join()
     try:
         train(args, device)
