@@ -77,7 +77,8 @@ def unpack(flat, params):
     *means, there = flat.split([*(param.numel() for param in params), len(params)])
     for p, mean, is_there in zip(params, means, there.tolist()):
         if is_there:
-            mean = mean.view_as(p)  # next, with p's strides, as autograd wants it
+            mean = mean.view_as(p)
+            # autograd wants gradients to lie in memory like their parameters
             p.grad = mean if p.is_contiguous() else torch.empty_like(p).copy_(mean)
 
 

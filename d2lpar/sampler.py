@@ -55,5 +55,6 @@ class DistributedSampler(Sampler):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         shuffled = torch.randperm(n, generator=generator)
         order = shuffled if self.shuffle else torch.arange(n)
-        order = order.repeat(-(-self.total_size // max(n, 1)))  # and once more
+        # from its beginning again, where places are missing
+        order = order.repeat(-(-self.total_size // max(n, 1)))
         return iter(order[self.rank : self.total_size : self.num_replicas].tolist())
