@@ -82,23 +82,57 @@ def unpack(flat, params):
             p.grad = mean if p.is_contiguous() else torch.empty_like(p).copy_(mean)
 
 
-def add_hooks(reducer, params):
-    """Let autograd call ``reducer.is_ready``, for as long as there is this reducer."""
-    me = weakref.ref(reducer)  # a parameter may live longer
-    for param in params:
-        hook = param.register_post_accumulate_grad_hook(lambda p: me().is_ready(p))
-        weakref.finalize(reducer, hook.remove)
-
-
 class Reducer:
-    """Averages gradients in buckets, which a thread sends while backward goes on."""
+    """Averages gradients in buckets: a thread sends each one that is complete."""
 
     def __init__(self, params, max_bytes, group):
         self.buckets = fill_buckets(reversed(params), max_bytes)
         self.bucket_of = {p: b for b, params in enumerate(self.buckets) for p in params}
         self.group, self.thread = ranks.own_group(group), ranks.Sender()
-        self.num_passes, self.expected, self.running = 0, None, lambda: None
-        add_hooks(self, params)
+
+    def begin(self, plan):
+        """Let the thread compare the ranks' plans first; all gradients are missing."""
+        self.missing = [set(params) for params in self.buckets]
+        self.agreed, self.sent = self.thread.submit(ranks.agree, plan, self.group), []
+
+    def mark_ready(self, param):
+        """Cross a gradient off, and send what is complete."""
+        missing = self.missing[self.bucket_of[param]]
+        if param not in missing or getattr(param.grad, "requires_grad", False):
+            problem = "a gradient came twice in one pass, or with a graph"
+            cure = "checkpoint(…, use_reentrant=False), and no create_graph"
+            raise RuntimeError(f"{problem}: use {cure}")
+        missing.remove(param)
+        self.send()
+
+    def send(self):
+        """Hand the thread the next buckets, as long as they miss nothing."""
+        while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
+            flat = pack(self.buckets[len(self.sent)])
+            self.sent.append(self.thread.submit(average, flat, self.group))
+
+    @torch.no_grad()
+    def finish(self):
+        """Send the other buckets, wait for all, and hand the means out."""
+        self.missing = [set() for _ in self.buckets]
+        self.send()
+        waits = [self.agreed, *self.sent]
+        self.agreed = self.sent = None  # an error's traceback would keep the graph
+        _, *flats = [future.result() for future in waits]
+        for flat, params in zip(flats, self.buckets):
+            unpack(flat, params)
+
+
+class Hooks:
+    """Lets autograd tell a reducer that a pass begins, what is ready, and the end."""
+
+    def __init__(self, reducer):
+        self.reducer, self.num_passes = reducer, 0
+        self.expected, self.running = None, lambda: None  # as if of a pass that ended
+        me = weakref.ref(self)  # parameters may live longer
+        for param in reducer.bucket_of:
+            hook = param.register_post_accumulate_grad_hook(lambda p: me().is_ready(p))
+            weakref.finalize(self, hook.remove)
 
     def expect(self, output):
         """Average in the next backward pass, and in all through ``output``."""
@@ -113,42 +147,19 @@ class Reducer:
         self.expected = number
 
     def is_ready(self, param):
-        """Send what is complete: autograd has added up the gradient of ``param``."""
+        """Begin, if this is the first gradient of a pass that was announced."""
         if self.running() is None and self.expected:
-            self.begin()
-        if self.running() is None:
-            return
-        missing = self.missing[self.bucket_of[param]]
-        if param not in missing or getattr(param.grad, "requires_grad", False):
-            raise RuntimeError("a gradient came twice in one pass, or with a graph")
-        missing.remove(param)
-        self.send()
+            finish = partial(self.finish)  # autograd drops it after the pass
+            self.running = weakref.ref(finish)
+            torch.autograd.Variable._execution_engine.queue_callback(finish)  # private
+            self.reducer.begin(f"backward after forward pass {self.expected}")
+        if self.running() is not None:
+            self.reducer.mark_ready(param)
 
-    def begin(self):
-        """Begin to average, and let autograd call ``finish`` in the end."""
-        finish = partial(self.finish)  # autograd drops it in the end, or at an error
-        self.running, self.sent = weakref.ref(finish), []
-        self.missing = [set(params) for params in self.buckets]
-        torch.autograd.Variable._execution_engine.queue_callback(finish)  # private
-        plan = f"the backward pass after forward pass {self.expected}"
-        self.agreed = self.thread.submit(ranks.agree, plan, self.group)
-
-    def send(self):
-        """Hand the thread the next buckets, as long as they miss nothing."""
-        while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
-            flat = pack(self.buckets[len(self.sent)])
-            self.sent.append(self.thread.submit(average, flat, self.group))
-
-    @torch.no_grad()
     def finish(self):
-        """Send the other buckets, wait for all, and hand the means out."""
-        self.missing, self.expected = [set() for _ in self.buckets], None
-        self.send()
-        agreed, sent = self.agreed, self.sent
-        self.agreed, self.sent = None, []
-        agreed.result()  # an error's traceback holds the graph: it must not stay here
-        for params, future in zip(self.buckets, sent):
-            unpack(future.result(), params)
+        """End the averaging, when autograd ends the pass."""
+        self.expected = None
+        self.reducer.finish()
 
 
 class DistributedDataParallel(nn.Module):
@@ -182,6 +193,7 @@ class DistributedDataParallel(nn.Module):
         buffers = module.buffers() if broadcast_buffers else ()
         share([*module.parameters(), *buffers], self.group)
         self.reducer = Reducer(params, bucket_cap_mb * 2**20, self.group)
+        self.hooks = Hooks(self.reducer)
 
     def forward(self, *args, **kwargs):
         """Call the module; before that, share buffers where torch's class does."""
@@ -197,7 +209,7 @@ class DistributedDataParallel(nn.Module):
             if trained - self.reducer.bucket_of.keys():
                 problem = "the module has parameters to train that came after wrapping"
                 raise ValueError(f"{problem}: change the module first, then wrap it")
-            self.reducer.expect(output)
+            self.hooks.expect(output)
         return output
 
     @contextmanager

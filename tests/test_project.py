@@ -27,7 +27,7 @@ ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 # From the ground up: a file imports only from files above it.
 HOUSE = {
     "": "guards devices data memory training models checkpoint schedules collectives",
-    "ranks": "lanes transport collectives _old worker launch",
+    "ranks": "lanes transport sender collectives _old worker launch",
     "middle": "data_parallel losses ddp sampler batch_norm",
     "mixed_precision": "casting grad_scaler opt_levels",
     "sharding": "shards clipping full_state optimizer traffic addresses units"

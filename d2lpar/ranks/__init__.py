@@ -2,7 +2,8 @@
 
 ``collectives`` is the file of chapter 04: each rank makes its own moves of a schedule.
 ``transport`` says how messages travel, over ``lanes`` between the ranks of one machine.
-``launch`` starts ranks from anywhere, and ``worker`` is what runs in them.
+``sender`` is a thread for calls while the rank computes. ``launch`` starts ranks from
+anywhere, and ``worker`` is what runs in them.
 """
 
 from ._old import make_grid
@@ -19,12 +20,12 @@ from .collectives import (
     send,
 )
 from .launch import RankError, launch
+from .sender import Sender
 from .transport import (
     BusyError,
     Group,
     MismatchError,
     PeerError,
-    Sender,
     group_of,
     own_group,
     use_messages,

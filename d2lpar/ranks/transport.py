@@ -7,14 +7,11 @@ between any machines, ``Lanes`` between the ranks of one ``launch``.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
-from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,7 +19,6 @@ import torch.distributed as dist
 
 from ..collectives import write
 from ..devices import record_message
-from ..memory import watched
 from .lanes import Lanes, Memory
 
 NOTE_BYTES = 256  # of a note, always: so its receiver knows the length
@@ -208,46 +204,6 @@ class Group:
         except BaseException as error:
             self.broken = f"{type(error).__name__}: {error}"
             raise
-
-
-class Sender:
-    """A daemon thread that makes calls one by one, for as long as this object lives.
-
-    A process that ends does not wait for it, as it would for a ThreadPoolExecutor: a
-    rank that has failed would stay until its last message is taken.
-    """
-
-    def __init__(self):
-        self.calls = SimpleQueue()
-        work = threading.Thread(target=make_calls, args=(self.calls,), daemon=True)
-        work.name = "communication"
-        work.start()
-
-    def submit(self, function: Callable, *args: Any) -> Future:
-        """Put a call at the end of the queue; return the future of its result."""
-        future = Future()
-        self.calls.put((future, function, args))
-        return future
-
-    def stop(self) -> None:
-        """Let the thread end after the calls that are in the queue."""
-        self.calls.put(None)
-
-    __del__ = stop
-
-
-def make_calls(calls: SimpleQueue) -> None:
-    """Make the calls that are put into the queue, until None."""
-    while call := calls.get():
-        future, function, args = call
-        if future.set_running_or_notify_cancel():  # False: it was cancelled
-            try:
-                with watched():  # what it makes counts, too
-                    future.set_result(function(*args))
-            except BaseException as error:
-                future.set_exception(error)
-        # or what they hold would live until the next call
-        del (call, future, function, args)
 
 
 # What this process has for all of its groups, and the seconds that a call may take
