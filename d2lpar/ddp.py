@@ -168,7 +168,7 @@ class DistributedDataParallel(nn.Module):
     The arguments mean what they mean in torch's class. A gradient that is missing on
     some ranks counts as 0 there; one that is missing on all stays None. All ranks make
     equally many forward passes with gradients. Register your own hooks on parameters
-    before wrapping.
+    before you wrap: what a later one changes may have been sent already.
     """
 
     def __init__(
