@@ -110,7 +110,7 @@ def evaluate(network, test_iter):
     network.eval()
     sampler = DistributedSampler(test_iter.images, shuffle=False, pad=False)
     own, correct = torch.tensor(list(sampler), device=test_iter.images.device), 0
-    for rows in own.split(1024):
+    for rows in own.split(256):
         X, y = test_iter.take(rows)
         correct += (network(X).argmax(dim=1) == y).sum()
     return mean_over_ranks(correct, len(own))
