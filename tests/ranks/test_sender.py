@@ -5,5 +5,5 @@ import sys
 
 
 def test_a_process_that_ends_does_not_wait_for_its_calls():
-    code = "import time; from d2lpar import ranks\nranks.Sender().submit(time.sleep, 999)"
+    code = "import d2lpar, time; d2lpar.ranks.Sender().submit(time.sleep, 999)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
