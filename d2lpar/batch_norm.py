@@ -8,7 +8,7 @@ Chapter 09 writes this file. Source: ``torch.nn.SyncBatchNorm``, which needs GPU
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm  # private: the base of them all
 
 from . import ranks
 from .losses import wide
@@ -26,7 +26,7 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Add up what all ranks' uses of the sum contribute."""
+        """Add up what all ranks' uses contribute, by a sum that has a gradient, too."""
         return SumOverRanks.apply(grad, ctx.group), None
 
 
@@ -80,8 +80,10 @@ class SyncBatchNorm(_BatchNorm):
         if self.track_running_stats:
             follow(self, mean.detach(), var.detach(), count)
         y = centred * (var + self.eps).rsqrt()
-        if self.affine:
-            y = y * self.weight + self.bias
+        if self.weight is not None:
+            y = y * self.weight
+        if self.bias is not None:
+            y = y + self.bias
         return y.movedim(-1, 1).to(X.dtype)
 
     def _check_input_dim(self, X):

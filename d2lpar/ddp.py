@@ -47,13 +47,13 @@ def share(tensors, group):
         ranks.broadcast(tensor.data, group.ranks[0], group)  # unseen by autograd
 
 
-def fill_buckets(params, max_bytes):
-    """Deal params out, in order, to lists of one dtype and at most ``max_bytes``."""
+def fill_buckets(params, cap_bytes):
+    """Deal params out, in order, to lists of one dtype, full at ``cap_bytes``."""
     buckets, room = [], 0
     for param in params:
-        if not buckets or param.nbytes > room or param.dtype != buckets[-1][0].dtype:
-            buckets.append([])  # a parameter that is larger will be alone
-            room = max_bytes
+        if room <= 0 or param.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            room = cap_bytes
         buckets[-1].append(param)
         room -= param.nbytes
     return buckets
@@ -85,8 +85,8 @@ def unpack(flat, params):
 class Reducer:
     """Averages gradients in buckets: a thread sends each one that is complete."""
 
-    def __init__(self, params, max_bytes, group):
-        self.buckets = fill_buckets(reversed(params), max_bytes)
+    def __init__(self, params, cap_bytes, group):
+        self.buckets = fill_buckets(reversed(params), cap_bytes)
         self.bucket_of = {p: b for b, params in enumerate(self.buckets) for p in params}
         self.group, self.thread = ranks.own_group(group), ranks.Sender()
 
@@ -117,7 +117,7 @@ class Reducer:
         self.missing = [set() for _ in self.buckets]
         self.send()
         waits = [self.agreed, *self.sent]
-        self.agreed = self.sent = None  # an error's traceback would keep the graph
+        self.agreed = self.sent = None  # an error in them would keep the graph alive
         _, *flats = [future.result() for future in waits]
         for flat, params in zip(flats, self.buckets):
             unpack(flat, params)
@@ -128,7 +128,7 @@ class Hooks:
 
     def __init__(self, reducer):
         self.reducer, self.num_passes = reducer, 0
-        self.expected, self.running = None, lambda: None  # as if of a pass that ended
+        self.expected, self.running = None, lambda: None  # no pass is running
         me = weakref.ref(self)  # parameters may live longer
         for param in reducer.bucket_of:
             hook = param.register_post_accumulate_grad_hook(lambda p: me().is_ready(p))
@@ -142,8 +142,8 @@ class Hooks:
             if node := getattr(leaf, "grad_fn", None):
                 node.register_prehook(partial(self.announce, self.num_passes))
 
-    def announce(self, number, _=None):
-        """Expect gradients, of forward pass ``number``."""
+    def announce(self, number, gradients=None):
+        """Expect a pass, after forward pass ``number``."""
         self.expected = number
 
     def is_ready(self, param):

@@ -65,6 +65,9 @@ def join():
         name = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    if on_gpu:
+        torch.cuda.set_device(local_rank)
+        torch.backends.cudnn.deterministic = True  # the same bits after a resume
     return torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
 
 
@@ -73,10 +76,11 @@ def train(args, device):
     torch.manual_seed(args.seed)
     train_iter, test_iter = load_data_fashion_mnist(args.batch_size, device=device)
     network = lenet_layers(scale=0.05).to(device)
+    torch.manual_seed(args.seed + dist.get_rank())  # dropout has to differ
+    model = DistributedDataParallel(network)
     optimizer = torch.optim.SGD(network.parameters(), args.lr, momentum=0.9)
     begin = load(args, network, optimizer) if args.resume else 0
     ranks.agree(f"{begin} epochs are done")  # all have found the same checkpoint
-    model = DistributedDataParallel(network)
     sampler = DistributedSampler(train_iter.images[: args.examples], seed=args.seed)
     for epoch in range(begin, args.epochs):
         start = time.perf_counter()

@@ -50,7 +50,7 @@ from d2lpar.ddp import fill_buckets, pack, unpack
 from d2lpar.ranks.lanes import Lanes
 
 TORCHS = nn.parallel.DistributedDataParallel
-TINY = 1e-4  # MiB: 104 bytes, so that nearly every parameter has a bucket of its own
+TINY = 1e-6  # MiB: 1 byte, so that each parameter has a bucket of its own
 
 
 def backward(output):
@@ -71,19 +71,23 @@ def state(module):
 # Buckets
 
 
-KINDS = st.tuples(st.integers(0, 9), st.sampled_from([torch.float32, torch.half]))
+def deal(params, cap):
+    """Return the buckets of ``fill_buckets``, by places in the list."""
+    place = {id(param): i for i, param in enumerate(params)}
+    return [[place[id(p)] for p in bucket] for bucket in fill_buckets(params, cap)]
 
 
-@given(st.lists(KINDS), st.integers(1, 60))
-def test_buckets_hold_each_parameter_in_order_and_are_as_full_as_they_may(kinds, cap):
-    params = [torch.zeros(size, dtype=dtype) for size, dtype in kinds]
-    buckets = fill_buckets(params, cap)
-    assert [id(p) for bucket in buckets for p in bucket] == list(map(id, params))
-    for i, bucket in enumerate(buckets):
-        assert len({param.dtype for param in bucket}) == 1
-        assert len(bucket) == 1 or sum(param.nbytes for param in bucket) <= cap
-        if i and buckets[i - 1][0].dtype == bucket[0].dtype:
-            assert sum(p.nbytes for p in [*buckets[i - 1], bucket[0]]) > cap
+@given(st.lists(st.integers(0, 9), min_size=1), st.integers(1, 60))
+def test_buckets_are_those_of_torch(sizes, cap):
+    params = [torch.zeros(size) for size in sizes]
+    expected, _ = dist._compute_bucket_assignment_by_size(params, [cap])
+    assert deal(params, cap) == expected
+
+
+def test_a_bucket_has_one_dtype():
+    params = [torch.zeros(1, dtype=dtype) for dtype in (torch.half, torch.float)]
+    params = [params[0], params[0].clone(), params[1], params[0].clone()]
+    assert deal(params, 100) == [[0, 1], [2], [3]]
 
 
 def test_what_was_packed_is_unpacked_with_the_strides_of_the_parameters():
@@ -369,9 +373,9 @@ def sends_each_gradient_once(rank, k):
         assert ledger.sent(rank) == nbytes + 4 * 4  # and a number for each parameter
         sent.append(ledger.messages.total())
     assert sent == [1, 4]
-    large = DistributedDataParallel(nn.Linear(1500, 1500, bias=False))
-    assert len(DistributedDataParallel(nn.Linear(3000, 3000)).reducer.buckets) == 2
-    assert len(large.reducer.buckets) == 1  # 25 MiB
+    for width, buckets in (1500, 1), (2600, 2):  # full are 25 MiB
+        two = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+        assert len(DistributedDataParallel(two).reducer.buckets) == buckets
 
 
 def sends_in_order_while_backward_runs(rank, k):
@@ -388,7 +392,7 @@ def sends_in_order_while_backward_runs(rank, k):
         return average(flat, group)
 
     module.forward = forward
-    model, log, average = DistributedDataParallel(module, bucket_cap_mb=1e-5), [], None
+    model, log, average = DistributedDataParallel(module, bucket_cap_mb=TINY), [], None
     average, ddp.average = ddp.average, noting
     # on rank 0, layer 0 comes last, and all other buckets have left before
     module[0].weight.register_hook(lambda grad: wait_for(log, 6 * (rank == 0)))
