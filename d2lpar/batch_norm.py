@@ -43,27 +43,18 @@ def follow(layer, mean, var, count):
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm with the mean and the variance over the rows of all ranks.
 
-    ``X`` has the shape (n, num_features, …), and n may differ between ranks. In
-    training all ranks call it equally often. In evaluation, and on one rank, it is
-    ``nn.BatchNorm``.
+    Its arguments are those of ``nn.BatchNorm2d``. ``X`` has the shape (n, num_features,
+    …), and n may differ between ranks. In training all ranks call it equally often. In
+    evaluation, and on one rank, it is ``nn.BatchNorm``.
     """
 
-    def __init__(
-        self,
-        num_features,
-        eps=1e-5,
-        momentum=0.1,
-        affine=True,
-        track_running_stats=True,
-        process_group=None,
-    ):
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+    def __init__(self, *args, process_group=None, **options):
+        super().__init__(*args, **options)
         self.process_group = process_group
 
     def forward(self, X):
         """Normalise each channel; in training, update the running statistics."""
-        if X.dim() < 2 or X.shape[1] != self.num_features:
-            raise ValueError(f"X is {list(X.shape)}, not (n, {self.num_features}, …)")
+        self._check_input_dim(X)
         group = self.process_group
         k = dist.get_world_size(group) if dist.is_initialized() else 1
         if k == 1 or not self.training:
@@ -87,7 +78,9 @@ class SyncBatchNorm(_BatchNorm):
         return y.movedim(-1, 1).to(X.dtype)
 
     def _check_input_dim(self, X):
-        """Do nothing: ``forward`` has checked it."""
+        """Refuse what has no channels, or another number: torch calls this, too."""
+        if X.dim() < 2 or X.shape[1] != self.num_features:
+            raise ValueError(f"X is {list(X.shape)}, not (n, {self.num_features}, …)")
 
     @classmethod
     def convert_sync_batchnorm(cls, module, process_group=None):

@@ -29,9 +29,8 @@ class CheckpointError(RuntimeError):
 def save_checkpoint(path, state):
     """Write ``state`` to a file, in place of an older one of this name.
 
-    ``state`` is a dict, as deep as you like, of tensors and what JSON can hold. A
-    process that is killed leaves the old file or the new one whole, and perhaps a
-    ``<path>.unfinished``, which the next save uses.
+    ``state`` is a dict, as deep as you like, of tensors and what JSON can hold. A kill
+    leaves the old file or the new one whole, and perhaps a ``<path>.unfinished``.
     """
     leaves, tree = pytree.tree_flatten(state)
     tensors = {}
@@ -42,7 +41,8 @@ def save_checkpoint(path, state):
             leaves[i] = None
     text = json.dumps({"leaves": leaves, "tree": pytree.treespec_dumps(tree)})
     back = json.loads(text)
-    if back["leaves"] != leaves or pytree.treespec_loads(back["tree"]) != tree:
+    read = back["leaves"], pytree.treespec_loads(back["tree"])
+    if repr(read) != repr((leaves, tree)):  # NaN does not equal itself
         raise TypeError("the state would not come back from JSON as it is")
     content = safetensors.torch.save(tensors, {"digest": PLACE.decode(), "state": text})
     digest = f"SHA-256 {hashlib.sha256(content).hexdigest()}"

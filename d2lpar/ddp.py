@@ -94,31 +94,35 @@ class Reducer:
         """Let the thread compare the ranks' plans first; all gradients are missing."""
         self.missing = [set(params) for params in self.buckets]
         self.agreed, self.sent = self.thread.submit(ranks.agree, plan, self.group), []
+        self.problem = None
 
     def mark_ready(self, param):
         """Cross a gradient off, and send what is complete."""
         missing = self.missing[self.bucket_of[param]]
-        if param not in missing or getattr(param.grad, "requires_grad", False):
-            problem = "a gradient came twice in one pass, or with a graph"
-            cure = "checkpoint(…, use_reentrant=False), and no create_graph"
-            raise RuntimeError(f"{problem}: use {cure}")
-        missing.remove(param)
-        self.send()
+        if param not in missing:
+            cure = "checkpoint with use_reentrant=False"
+            self.problem = f"a gradient came twice in one backward pass: {cure}"
+        elif param.grad.requires_grad:
+            self.problem = "a gradient has a graph: leave create_graph out"
+        missing.discard(param)
+        self.send_complete()
 
-    def send(self):
+    @torch.no_grad()
+    def send_complete(self):
         """Hand the thread the next buckets, as long as they miss nothing."""
         while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
             flat = pack(self.buckets[len(self.sent)])
             self.sent.append(self.thread.submit(average, flat, self.group))
 
-    @torch.no_grad()
     def finish(self):
         """Send the other buckets, wait for all, and hand the means out."""
         self.missing = [set() for _ in self.buckets]
-        self.send()
-        waits = [self.agreed, *self.sent]
+        self.send_complete()
+        futures = [self.agreed, *self.sent]
         self.agreed = self.sent = None  # an error in them would keep the graph alive
-        _, *flats = [future.result() for future in waits]
+        _, *flats = [future.result() for future in futures]
+        if self.problem:  # all ranks have sent everything, and can go on
+            raise RuntimeError(self.problem)
         for flat, params in zip(flats, self.buckets):
             unpack(flat, params)
 
@@ -127,39 +131,48 @@ class Hooks:
     """Lets autograd tell a reducer that a pass begins, what is ready, and the end."""
 
     def __init__(self, reducer):
-        self.reducer, self.num_passes = reducer, 0
-        self.expected, self.running = None, lambda: None  # no pass is running
+        self.reducer, self.num_passes, self.expected = reducer, 0, 0
+        self.running = lambda: None  # no pass is running
         me = weakref.ref(self)  # parameters may live longer
-        for param in reducer.bucket_of:
-            hook = param.register_post_accumulate_grad_hook(lambda p: me().is_ready(p))
+        for p in reducer.bucket_of:
+            hook = p.register_post_accumulate_grad_hook(lambda p: me().on_gradient(p))
             weakref.finalize(self, hook.remove)
 
-    def expect(self, output):
+    def on_forward(self, output):
         """Average in the next backward pass, and in all through ``output``."""
         self.num_passes += 1
-        self.announce(self.num_passes)
+        self.expected = self.num_passes
         for leaf in tree_leaves(output):
             if node := getattr(leaf, "grad_fn", None):
-                node.register_prehook(partial(self.announce, self.num_passes))
+                node.register_prehook(partial(self.on_backward, self.num_passes))
 
-    def announce(self, number, gradients=None):
-        """Expect a pass, after forward pass ``number``."""
-        self.expected = number
+    def on_backward(self, number, gradients):
+        """Expect gradients: a pass is at the output of forward pass ``number``."""
+        is_new = self.running() is None
+        self.expected = number if is_new else max(number, self.expected)
+        self.watch()
 
-    def is_ready(self, param):
-        """Begin, if this is the first gradient of a pass that was announced."""
-        if self.running() is None and self.expected:
-            finish = partial(self.finish)  # autograd drops it after the pass
-            self.running = weakref.ref(finish)
-            torch.autograd.Variable._execution_engine.queue_callback(finish)  # private
-            self.reducer.begin(f"backward after forward pass {self.expected}")
-        if self.running() is not None:
+    def watch(self):
+        """Let autograd call ``on_end`` when the pass ends that is running now."""
+        if self.running() is None:
+            on_end, self.has_begun = partial(self.on_end), False
+            self.running = weakref.ref(on_end)  # autograd drops it after the pass
+            torch.autograd.Variable._execution_engine.queue_callback(on_end)  # private
+
+    def on_gradient(self, param):
+        """Tell the reducer, if gradients are expected; the first one begins."""
+        if self.expected:
+            self.watch()
+            if not self.has_begun:
+                self.has_begun = True
+                self.reducer.begin(f"backward after forward pass {self.expected}")
             self.reducer.mark_ready(param)
 
-    def finish(self):
-        """End the averaging, when autograd ends the pass."""
-        self.expected = None
-        self.reducer.finish()
+    def on_end(self):
+        """Let the reducer finish, if it has begun."""
+        if self.has_begun:
+            self.expected = 0
+            self.reducer.finish()
 
 
 class DistributedDataParallel(nn.Module):
@@ -187,9 +200,10 @@ class DistributedDataParallel(nn.Module):
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.group = ranks.group_of(process_group)
         params = [param for param in module.parameters() if param.requires_grad]
-        if device_ids and not all(param.is_cuda for param in params):
-            problem = f"device_ids is {device_ids}, but the module is on the CPU"
+        if device_ids and set(device_ids) != {p.device.index for p in params}:
+            problem = f"device_ids is {device_ids}, the module is on {params[0].device}"
             raise ValueError(f"{problem}: leave device_ids out, or move the module")
+        ranks.agree(f"a module with {len(params)} parameters to train", self.group)
         buffers = module.buffers() if broadcast_buffers else ()
         share([*module.parameters(), *buffers], self.group)
         self.reducer = Reducer(params, bucket_cap_mb * 2**20, self.group)
@@ -209,7 +223,7 @@ class DistributedDataParallel(nn.Module):
             if trained - self.reducer.bucket_of.keys():
                 problem = "the module has parameters to train that came after wrapping"
                 raise ValueError(f"{problem}: change the module first, then wrap it")
-            self.hooks.expect(output)
+            self.hooks.on_forward(output)
         return output
 
     @contextmanager

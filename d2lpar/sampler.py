@@ -53,8 +53,9 @@ class DistributedSampler(Sampler):
     def __iter__(self):
         n = len(self.dataset)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        shuffled = torch.randperm(n, generator=generator)
-        order = shuffled if self.shuffle else torch.arange(n)
+        order = torch.arange(n)
+        if self.shuffle:
+            order = torch.randperm(n, generator=generator)
         # from its beginning again, where places are missing
         order = order.repeat(-(-self.total_size // max(n, 1)))
         return iter(order[self.rank : self.total_size : self.num_replicas].tolist())

@@ -154,7 +154,10 @@ def load(args, network, optimizer):
     if len(state["generators"]) == dist.get_world_size():
         own = state["generators"][dist.get_rank()]
         torch.set_rng_state(own.clone())  # a copy: torch crashes on a part of a tensor
-    return state["epochs_done"]
+    epochs_done = state["epochs_done"]
+    if dist.get_rank() == 0:
+        print(f"{args.checkpoint}: {epochs_done} of {args.epochs} epochs are done")
+    return epochs_done
 
 
 def main(argv=None):

@@ -103,7 +103,7 @@ def test_in_ddp_ranks_have_the_gradients_of_one_device(rank, k, counts):
     for own, share in ((X.split(counts)[rank], counts[rank] * k / 10), (X, 1)):
         torch.manual_seed(0)
         layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(24, 2)
-        layers[1].bias = None  # torch 2.13 has an argument for this
+        layers[1].bias = None
         model = net = nn.Sequential(*layers).double()
         if own is not X:
             net = DistributedDataParallel(convert(model))

@@ -42,7 +42,7 @@ def test_all_that_a_run_needs_comes_back_bit_for_bit(tmp_path, monkeypatch):
     state["views"] = [X.mT, X[0, :, 1], X[:1].expand(3, 3, 4), X > 0]
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64):
         state[str(dtype)] = bits.view(dtype), bits.view(dtype)[0], torch.zeros(0, 2)
-    state["others"] = [1, 1.0, -0.0, 1e-300, 10**30, True, None, torch.inf, "é\0\u2028"]
+    state["others"] = [1, 1.0, -0.0, 1e-300, 10**30, True, None, torch.nan, "é\0\u2028"]
     state[7] = {None: (), "": {}, "deep": [[("a", {1: 2.5})]]}
     for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
         monkeypatch.delattr(pickle, name)  # nothing is pickled

@@ -7,7 +7,6 @@ import torch
 from helpers import in_ranks
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 from d2lpar import DistributedSampler
@@ -57,17 +56,6 @@ def test_unless_told_it_asks_the_process_group(rank, k):
     told = [DistributedSampler(range(11), *args) for args in ((), (4,), (4, 3))]
     assert [(s.num_replicas, s.rank) for s in told] == [(2, rank), (4, rank), (4, 3)]
     assert list(told[0]) == list(TorchSampler(range(11)))
-
-
-def test_a_data_loader_reads_the_ranks_own_examples_of_each_epoch():
-    X, epochs = 10 * torch.arange(23), []
-    sampler = DistributedSampler(X, num_replicas=2, rank=1, pad=False)
-    batches = DataLoader(X, batch_size=4, sampler=sampler)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        epochs.append([batch.tolist() for batch in batches])
-        assert epochs[-1] == [part.tolist() for part in X[list(sampler)].split(4)]
-    assert epochs[0] != epochs[1] and len(batches) == 3
 
 
 def test_what_does_not_fit_is_an_error():

@@ -98,6 +98,7 @@ def test_a_run_whose_rank_is_killed_goes_on_to_the_same_bits(tmp_path, restarts)
         said += more
     assert code == 0 and re.findall(r"epoch (\d)/2: loss", said) == ["1", "2"]
     assert said.count(f"there is no {path} yet: this is the beginning\n") == 1
+    assert said.count(f"{path}: 1 of 2 epochs are done\n") == 1
     args = train_ddp.arguments([f"--checkpoint={other}", *options])
     launch(lambda rank, k: train_ddp.train(args, CPU), 2, timeout=LIMIT)
     close(load_checkpoint(path), load_checkpoint(other), rtol=0, atol=0)

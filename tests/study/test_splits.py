@@ -1,6 +1,5 @@
 """What a split costs: what the real thing sends, and what one computes by hand."""
 
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,8 +13,6 @@ from d2lpar import (
     count_bytes,
     init_params,
     launch,
-    ranks,
-    ring,
 )
 from d2lpar.memory import saved_memory
 from d2lpar.models import Copy, Sum, lenet_layers, transformer
@@ -109,16 +106,10 @@ def test_saved_memory_is_autograds(layers):
     assert one.memory - 2 * PARAMETERS == pytest.approx(saved, rel=0.01)
 
 
-def by_ring(group, flat):
-    ranks.allreduce(flat, ring, op="mean", group=group)
-    return flat
-
-
 def test_data_and_tensor_splits_send_what_the_real_ones_send(layers):
     def run(rank, k):
         X, y = torch.rand(16, 1, 28, 28), torch.randint(10, (16,))
         data = DistributedDataParallel(lenet_layers())
-        data.reducer.average = partial(by_ring, data.reducer.group)
         tensor = TensorParallelLeNet(
             init_params(generator=torch.Generator().manual_seed(0))
         )
