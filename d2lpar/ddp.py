@@ -52,8 +52,8 @@ def fill_buckets(params, cap_bytes):
     buckets, room = [], 0
     for param in params:
         if room <= 0 or param.dtype != buckets[-1][0].dtype:
+            room = cap_bytes if buckets else min(2**20, cap_bytes)  # the first is early
             buckets.append([])
-            room = cap_bytes
         buckets[-1].append(param)
         room -= param.nbytes
     return buckets
@@ -107,11 +107,10 @@ class Reducer:
         missing.discard(param)
         self.send_complete()
 
-    @torch.no_grad()
     def send_complete(self):
         """Hand the thread the next buckets, as long as they miss nothing."""
         while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
-            flat = pack(self.buckets[len(self.sent)])
+            flat = pack(self.buckets[len(self.sent)]).detach()
             self.sent.append(self.thread.submit(average, flat, self.group))
 
     def finish(self):

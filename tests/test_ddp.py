@@ -77,9 +77,11 @@ def deal(params, cap):
 
 @given(st.lists(st.integers(0, 9), min_size=1), st.integers(1, 60))
 def test_buckets_are_those_of_torch(sizes, cap):
-    params = [torch.zeros(size) for size in sizes]
-    expected, _ = dist._compute_bucket_assignment_by_size(params, [cap])
-    assert deal(params, cap) == expected
+    unit = 2**17  # bytes: an eighth of 1 MiB, at which the first bucket is full
+    params = [torch.empty(size * unit // 4, device="meta") for size in sizes]
+    caps = [min(2**20, cap * unit), cap * unit]
+    expected, _ = dist._compute_bucket_assignment_by_size(params, caps)
+    assert deal(params, cap * unit) == expected
 
 
 def test_a_bucket_has_one_dtype():
@@ -383,9 +385,9 @@ def sends_each_gradient_once(rank, k):
         assert ledger.sent(rank) == nbytes + 4 * 4  # and a number for each parameter
         sent.append(ledger.messages.total())
     assert sent == [1, 4]
-    for width, buckets in (1500, 1), (2600, 2):  # full are 25 MiB
-        two = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-        assert len(DistributedDataParallel(two).reducer.buckets) == buckets
+    for width, buckets in (1500, 2), (2600, 3):  # layers of 9 MB, and of 27
+        three = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+        assert len(DistributedDataParallel(three).reducer.buckets) == buckets
 
 
 def sends_in_order_while_backward_runs(rank, k):
