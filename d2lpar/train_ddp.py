@@ -72,7 +72,7 @@ def join():
 
 
 def train(args, device):
-    """Train, and after each epoch save, test, and print a line."""
+    """Train, and after each epoch test, print a line, and save."""
     torch.manual_seed(args.seed)
     train_iter, test_iter = load_data_fashion_mnist(args.batch_size, device=device)
     network = lenet_layers(scale=0.05).to(device)
@@ -87,11 +87,12 @@ def train(args, device):
         sampler.set_epoch(epoch)
         loss = train_epoch(args, model, optimizer, sampler, train_iter)
         seconds = time.perf_counter() - start
-        save(args, network, optimizer, epoch + 1)
         accuracy = evaluate(network, test_iter)
         if dist.get_rank() == 0:
-            words = f"loss {loss:.3f}, test accuracy {accuracy:.3f}, {seconds:.1f} s"
+            words = f"loss {loss:.3f}, test accuracy {accuracy:.3f}"
+            words += f", {seconds:.1f} s on {device.type}"
             print(f"epoch {epoch + 1}/{args.epochs}: {words}", flush=True)
+        save(args, network, optimizer, epoch + 1)
 
 
 def train_epoch(args, model, optimizer, sampler, train_iter):
@@ -171,8 +172,7 @@ def main(argv=None):
         train(args, device)
     except (CheckpointError, DataError) as error:
         sys.exit(f"d2lpar.train_ddp: {error}")
-    finally:
-        dist.destroy_process_group()
+    dist.destroy_process_group()  # not after an error: it may wait for other ranks
 
 
 if __name__ == "__main__":
