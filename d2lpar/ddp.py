@@ -11,9 +11,7 @@ from functools import partial
 
 import torch
 from torch import nn
-
-# a private name, which torch's own FSDP uses, too
-from torch.utils._pytree import tree_leaves
+from torch.nn.parallel.distributed import _find_tensors  # private
 
 from . import ranks
 from .data_parallel import scatter
@@ -141,8 +139,8 @@ class Hooks:
         """Average in the next backward pass, and in all through ``output``."""
         self.num_passes += 1
         self.expected = self.num_passes
-        for leaf in tree_leaves(output):
-            if node := getattr(leaf, "grad_fn", None):
+        for tensor in _find_tensors(output):
+            if node := tensor.grad_fn:
                 node.register_prehook(partial(self.on_backward, self.num_passes))
 
     def on_backward(self, number, gradients):
@@ -179,8 +177,8 @@ class DistributedDataParallel(nn.Module):
 
     The arguments are those of torch's class. A gradient that is missing on some ranks
     counts as 0 there; one that is missing on all stays None. All ranks make equally
-    many forward passes with gradients. Register your own hooks on parameters
-    before you wrap: what a later one changes may have been sent already.
+    many forward passes with gradients. Register your own hooks on parameters before
+    you wrap: what a later one changes may have been sent already.
     """
 
     def __init__(
@@ -220,8 +218,7 @@ class DistributedDataParallel(nn.Module):
         if averages:
             trained = {p for p in self.module.parameters() if p.requires_grad}
             if trained - self.reducer.bucket_of.keys():
-                problem = "the module has parameters to train that came after wrapping"
-                raise ValueError(f"{problem}: change the module first, then wrap it")
+                raise ValueError("new parameters: change the module before wrapping")
             self.hooks.on_forward(output)
         return output
 
@@ -229,6 +226,7 @@ class DistributedDataParallel(nn.Module):
     def no_sync(self):
         """Let each rank add up gradients alone, after forward passes made inside."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        self.hooks.expected = 0  # even if a forward pass before has not been used
         try:
             yield
         finally:

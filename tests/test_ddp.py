@@ -433,6 +433,25 @@ def each_backward_averages(rank, k):
     assert gradient(module) == 2 * MEAN
 
 
+def only_what_is_expected(rank, k):
+    """A penalty's pass averages, a pass inside no_sync does not."""
+    module = mlp(3, 2, 1)
+    model, X = DistributedDataParallel(module), randn(2, 3, seed=rank).requires_grad_()
+    for call, averages in (module, False), (model, True):
+        (grad,) = torch.autograd.grad(call(X).sum(), X, create_graph=True)
+        grad.square().sum().backward()
+        found = clones(filter(None.__ne__, grads(module)))
+        if not averages:
+            means = [sum(each) / k for each in zip(*everyones(found))]
+        module.zero_grad()
+    close(found, means)
+    model = DistributedDataParallel(linear())
+    model(rows(rank))  # its output is not used
+    with model.no_sync():
+        model(rows(rank)).sum().backward()
+    assert gradient(model.module) == rank + 1
+
+
 def a_part_of_the_ranks(rank, k):
     group = dist.new_group([1])
     for kind in (DistributedDataParallel, NaiveDistributedDataParallel):
@@ -466,12 +485,15 @@ def error_in_backward(rank, k):
 
 
 def gradient_with_a_graph(rank, k):
-    """An error, and then training goes on, although the error is kept."""
+    """An error on rank 0, which is kept; then training goes on."""
     module = linear()
     model = DistributedDataParallel(module)
     loss = model(rows(rank)).square().sum()
-    with pytest.raises(RuntimeError, match="has a graph") as kept, GRAPH_WARNS:
-        loss.backward(create_graph=True)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="has a graph") as kept, GRAPH_WARNS:
+            loss.backward(create_graph=True)
+    else:
+        kept = loss.backward() is None
     module.zero_grad()
     model(rows(rank)).sum().backward()
     assert gradient(module) == MEAN and kept
@@ -497,7 +519,7 @@ def module_that_was_changed(rank, k):
         model(rows(rank))
         module[0].requires_grad_(True)
         change()
-        with pytest.raises(ValueError, match="change the module first, then wrap it"):
+        with pytest.raises(ValueError, match="change the module before wrapping"):
             model(rows(rank))
 
 
@@ -518,6 +540,7 @@ test_two_ranks = on_ranks(
         sends_each_gradient_once,
         sends_in_order_while_backward_runs,
         each_backward_averages,
+        only_what_is_expected,
         a_part_of_the_ranks,
         error_in_backward,
         gradient_with_a_graph,
