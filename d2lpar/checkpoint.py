@@ -20,6 +20,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 PLACE = b"SHA-256 " + b"-" * 64  # of the digest, in the file from which it is computed
+# Containers that a state may have; None: a leaf
+KINDS = (
+    "builtins.dict",
+    "builtins.list",
+    "builtins.tuple",
+    "collections.OrderedDict",
+    None,
+)
 
 
 class CheckpointError(RuntimeError):
@@ -41,7 +49,7 @@ def save_checkpoint(path, state):
             leaves[i] = None
     text = json.dumps({"leaves": leaves, "tree": pytree.treespec_dumps(tree)})
     back = json.loads(text)
-    read = back["leaves"], pytree.treespec_loads(back["tree"])
+    read = back["leaves"], read_tree(back["tree"])
     if repr(read) != repr((leaves, tree)):  # NaN does not equal itself
         raise TypeError("the state would not come back from JSON as it is")
     content = safetensors.torch.save(tensors, {"digest": PLACE.decode(), "state": text})
@@ -62,6 +70,17 @@ def replace_file(path, content):
     os.close(folder)
 
 
+def read_tree(text):
+    """Return the structure that ``treespec_dumps`` has written, of KINDS alone."""
+    specs = [json.loads(text)[1]]
+    while specs:
+        spec = specs.pop()
+        if spec["type"] not in KINDS:  # torch would import what the file names
+            raise TypeError(f"a state cannot hold a {spec['type']}")
+        specs += spec["children_spec"]
+    return pytree.treespec_loads(text)
+
+
 def load_checkpoint(path):
     """Return the state that was saved; its tensors are on the CPU.
 
@@ -77,7 +96,7 @@ def load_checkpoint(path):
             raise ValueError("the digest is another")
         tensors = safetensors.torch.load(content)
         state = json.loads(metadata["state"])
-        leaves, tree = state["leaves"], pytree.treespec_loads(state["tree"])
+        leaves, tree = state["leaves"], read_tree(state["tree"])
     except Exception as error:  # its kind depends on where the damage is
         problem = "it is no checkpoint of save_checkpoint, or cut short, or damaged"
         raise CheckpointError(f"{path}: {problem}; load an older one") from error

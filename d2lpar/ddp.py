@@ -176,9 +176,9 @@ class DistributedDataParallel(nn.Module):
     """A replica on one rank: ``backward`` leaves the mean of all ranks' gradients.
 
     The arguments are those of torch's class. A gradient that is missing on some ranks
-    counts as 0 there; one that is missing on all stays None. All ranks make equally
-    many forward passes with gradients. Register your own hooks on parameters before
-    you wrap: what a later one changes may have been sent already.
+    counts as 0 there, if they have others; one that is missing on all stays None. All
+    ranks make equally many forward passes with gradients. Register your own hooks on
+    parameters before you wrap: what a later one changes may have been sent already.
     """
 
     def __init__(

@@ -64,10 +64,10 @@ def join():
     else:  # nobody else is to connect
         name = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     if on_gpu:
         torch.cuda.set_device(local_rank)
         torch.backends.cudnn.deterministic = True  # the same bits after a resume
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
 
 

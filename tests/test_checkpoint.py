@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+from collections import defaultdict
 from functools import partial
 from itertools import count
 
@@ -12,7 +13,14 @@ import torch
 from helpers import LIMIT, randn
 from torch import nn
 
-from d2lpar import CheckpointError, RankError, launch, load_checkpoint, save_checkpoint
+from d2lpar import (
+    CheckpointError,
+    RankError,
+    checkpoint,
+    launch,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 SMALL = {"w": torch.tensor([1.0, torch.nan]), "step": 3}
 
@@ -49,6 +57,19 @@ def test_all_that_a_run_needs_comes_back_bit_for_bit(tmp_path, monkeypatch):
     save_checkpoint(path, state)
     assert raw(loaded := load_checkpoint(path)) == raw(state)
     assert raw(step(loaded)) == raw(step(state))
+
+
+def test_no_code_is_imported_from_a_file(tmp_path, monkeypatch):
+    state = {"a": defaultdict(os.abort, {"b": 1})}  # which state["a"]["c"] would call
+    with pytest.raises(TypeError, match="cannot hold a .*defaultdict"):
+        save_checkpoint(path := tmp_path / "x", state)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            checkpoint, "KINDS", (*checkpoint.KINDS, "collections.defaultdict")
+        )
+        save_checkpoint(path, state)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        load_checkpoint(path)
 
 
 def test_whatever_is_no_whole_checkpoint_is_refused(tmp_path):
