@@ -61,7 +61,7 @@ def test_all_that_a_run_needs_comes_back_bit_for_bit(tmp_path, monkeypatch):
 
 def test_no_code_is_imported_from_a_file(tmp_path, monkeypatch):
     state = {"a": defaultdict(os.abort, {"b": 1})}  # which state["a"]["c"] would call
-    with pytest.raises(TypeError, match="cannot hold a .*defaultdict"):
+    with pytest.raises(TypeError, match=r"cannot hold a .*defaultdict"):
         save_checkpoint(path := tmp_path / "x", state)
     with monkeypatch.context() as patch:
         patch.setattr(
