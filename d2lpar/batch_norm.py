@@ -1,7 +1,6 @@
 """Batch normalisation over the rows of all ranks.
 
-An ordinary BatchNorm sees the rows of one rank. This one takes the mean and the
-variance of all rows, by two sums over the ranks. One sum would be enough for the mean
+The mean and the variance take two sums over the ranks. One would be enough for the mean
 of squares minus the squared mean, which loses its digits where the mean is large.
 Chapter 09 writes this file. Source: ``torch.nn.SyncBatchNorm``, which needs GPUs.
 """

@@ -20,14 +20,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 PLACE = b"SHA-256 " + b"-" * 64  # of the digest, in the file from which it is computed
-# Containers that a state may have; None: a leaf
-KINDS = (
-    "builtins.dict",
-    "builtins.list",
-    "builtins.tuple",
-    "collections.OrderedDict",
-    None,
-)
+# Containers that a state may have
+KINDS = ["builtins.dict", "builtins.list", "builtins.tuple", "collections.OrderedDict"]
 
 
 class CheckpointError(RuntimeError):
@@ -75,7 +69,7 @@ def read_tree(text):
     specs = [json.loads(text)[1]]
     while specs:
         spec = specs.pop()
-        if spec["type"] not in KINDS:  # torch would import what the file names
+        if spec["type"] not in [*KINDS, None]:  # torch would import what the file names
             raise TypeError(f"a state cannot hold a {spec['type']}")
         specs += spec["children_spec"]
     return pytree.treespec_loads(text)

@@ -143,23 +143,18 @@ class Hooks:
             if node := tensor.grad_fn:
                 node.register_prehook(partial(self.on_backward, self.num_passes))
 
-    def on_backward(self, number, gradients):
-        """Expect gradients: a pass is at the output of forward pass ``number``."""
-        is_new = self.running() is None
-        self.expected = number if is_new else max(number, self.expected)
-        self.watch()
-
-    def watch(self):
-        """Let autograd call ``on_end`` when the pass ends that is running now."""
+    def on_backward(self, number, gradients=None):
+        """Expect the gradients of forward pass ``number``; ask for ``on_end``, once."""
         if self.running() is None:
-            on_end, self.has_begun = partial(self.on_end), False
+            on_end, self.expected, self.has_begun = partial(self.on_end), number, False
             self.running = weakref.ref(on_end)  # autograd drops it after the pass
             torch.autograd.Variable._execution_engine.queue_callback(on_end)  # private
+        self.expected = max(number, self.expected)
 
     def on_gradient(self, param):
         """Tell the reducer, if gradients are expected; the first one begins."""
         if self.expected:
-            self.watch()
+            self.on_backward(self.expected)  # if the output has hidden its tensors
             if not self.has_begun:
                 self.has_begun = True
                 self.reducer.begin(f"backward after forward pass {self.expected}")
@@ -192,13 +187,13 @@ class DistributedDataParallel(nn.Module):
         find_unused_parameters=False,  # they are found anyway
     ):
         super().__init__()
-        self.module, self.device_ids = module, device_ids
-        self.broadcast_buffers = broadcast_buffers
+        self.module, self.group = module, ranks.group_of(process_group)
+        self.device_ids, self.broadcast_buffers = device_ids, broadcast_buffers
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self.group = ranks.group_of(process_group)
         params = [param for param in module.parameters() if param.requires_grad]
-        if device_ids and set(device_ids) != {p.device.index for p in params}:
-            problem = f"device_ids is {device_ids}, the module is on {params[0].device}"
+        devices = {str(param.device) for param in module.parameters()}
+        if device_ids and devices != {f"cuda:{i}" for i in device_ids}:
+            problem = f"device_ids is {device_ids}, the module is on {devices}"
             raise ValueError(f"{problem}: leave device_ids out, or move the module")
         ranks.agree(f"a module with {len(params)} parameters to train", self.group)
         buffers = module.buffers() if broadcast_buffers else ()

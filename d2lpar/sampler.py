@@ -51,11 +51,10 @@ class DistributedSampler(Sampler):
         return len(range(self.rank, self.total_size, self.num_replicas))
 
     def __iter__(self):
-        n = len(self.dataset)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.arange(n)
+        order = torch.arange(len(self.dataset))
         if self.shuffle:
-            order = torch.randperm(n, generator=generator)
+            order = torch.randperm(len(order), generator=generator)
         # from its beginning again, where places are missing
-        order = order.repeat(-(-self.total_size // max(n, 1)))
+        order = order.repeat(-(-self.total_size // max(len(order), 1)))
         return iter(order[self.rank : self.total_size : self.num_replicas].tolist())

@@ -65,7 +65,7 @@ def test_no_code_is_imported_from_a_file(tmp_path, monkeypatch):
         save_checkpoint(path := tmp_path / "x", state)
     with monkeypatch.context() as patch:
         patch.setattr(
-            checkpoint, "KINDS", (*checkpoint.KINDS, "collections.defaultdict")
+            checkpoint, "KINDS", [*checkpoint.KINDS, "collections.defaultdict"]
         )
         save_checkpoint(path, state)
     with pytest.raises(CheckpointError, match="no checkpoint"):

@@ -524,8 +524,8 @@ def module_that_was_changed(rank, k):
 
 
 def arguments(rank, k):
-    with pytest.raises(ValueError, match=r"\[0\].* on cpu: leave device_ids out"):
-        DistributedDataParallel(linear(), device_ids=[0])
+    with pytest.raises(ValueError, match=r"\[0\].* on {'cpu'}: leave device_ids out"):
+        DistributedDataParallel(linear().requires_grad_(False), device_ids=[0])
     with pytest.raises(TypeError, match="gradient_as_bucket_view"):
         DistributedDataParallel(linear(), gradient_as_bucket_view=True)
     with pytest.raises(ranks.MismatchError, match=r"float32 \[3, 2\]\n"):
