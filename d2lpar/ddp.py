@@ -7,11 +7,9 @@ Distributed" (VLDB 2020), and ``torch.nn.parallel.DistributedDataParallel``.
 
 import weakref
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.parallel.distributed import _find_tensors  # private
 
 from . import ranks
 from .data_parallel import scatter
@@ -87,84 +85,50 @@ class Reducer:
         self.buckets = fill_buckets(reversed(params), cap_bytes)
         self.bucket_of = {p: b for b, params in enumerate(self.buckets) for p in params}
         self.group, self.thread = ranks.own_group(group), ranks.Sender()
+        self.averages, self.num_passes, self.running = False, 0, None
+        me = weakref.ref(self)  # parameters may live longer
+        for p in params:
+            hook = p.register_post_accumulate_grad_hook(lambda p: me().mark_ready(p))
+            weakref.finalize(self, hook.remove)
 
-    def begin(self, plan):
-        """Let the thread compare the ranks' plans first; all gradients are missing."""
-        self.missing = [set(params) for params in self.buckets]
-        self.agreed, self.sent = self.thread.submit(ranks.agree, plan, self.group), []
-        self.problem = None
+    def expect(self, averages):
+        """Average in the backward passes after this forward pass, or do not."""
+        self.averages = averages
+        self.num_passes += averages
 
     def mark_ready(self, param):
-        """Cross a gradient off, and send what is complete."""
-        missing = self.missing[self.bucket_of[param]]
-        if param not in missing:
-            cure = "checkpoint with use_reentrant=False"
-            self.problem = f"a gradient came twice in one backward pass: {cure}"
-        elif param.grad.requires_grad:
-            self.problem = "a gradient has a graph: leave create_graph out"
-        missing.discard(param)
-        self.send_complete()
+        """Cross a gradient off, and send what is complete: autograd calls this."""
+        if self.averages:
+            if param.grad.requires_grad:
+                raise RuntimeError("a gradient has a graph: leave create_graph out")
+            number = torch._C._current_graph_task_id()  # private: of the backward pass
+            if self.running != number:
+                self.begin(number)
+            self.missing[self.bucket_of[param]].remove(param)
+            self.send_complete()
+
+    def begin(self, number):
+        """Miss all gradients, and let the ranks compare first which pass this is."""
+        self.running, self.missing = number, [set(params) for params in self.buckets]
+        plan = f"backward after forward pass {self.num_passes}"
+        self.agreed, self.sent = self.thread.submit(ranks.agree, plan, self.group), []
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # private
 
     def send_complete(self):
         """Hand the thread the next buckets, as long as they miss nothing."""
         while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
-            flat = pack(self.buckets[len(self.sent)]).detach()
+            flat = pack(self.buckets[len(self.sent)])
             self.sent.append(self.thread.submit(average, flat, self.group))
 
     def finish(self):
         """Send the other buckets, wait for all, and hand the means out."""
-        self.missing = [set() for _ in self.buckets]
-        self.send_complete()
-        futures = [self.agreed, *self.sent]
-        self.agreed = self.sent = None  # an error in them would keep the graph alive
-        _, *flats = [future.result() for future in futures]
-        if self.problem:  # all ranks have sent everything, and can go on
-            raise RuntimeError(self.problem)
-        for flat, params in zip(flats, self.buckets):
-            unpack(flat, params)
-
-
-class Hooks:
-    """Lets autograd tell a reducer that a pass begins, what is ready, and the end."""
-
-    def __init__(self, reducer):
-        self.reducer, self.num_passes, self.expected = reducer, 0, 0
-        self.running = lambda: None  # no pass is running
-        me = weakref.ref(self)  # parameters may live longer
-        for p in reducer.bucket_of:
-            hook = p.register_post_accumulate_grad_hook(lambda p: me().on_gradient(p))
-            weakref.finalize(self, hook.remove)
-
-    def on_forward(self, output):
-        """Average in the next backward pass, and in all through ``output``."""
-        self.num_passes += 1
-        self.expected = self.num_passes
-        for tensor in _find_tensors(output):
-            if node := tensor.grad_fn:
-                node.register_prehook(partial(self.on_backward, self.num_passes))
-
-    def on_backward(self, number, gradients=None):
-        """Expect the gradients of forward pass ``number``; ask for ``on_end``, once."""
-        if self.running() is None:
-            on_end, self.expected, self.has_begun = partial(self.on_end), number, False
-            self.running = weakref.ref(on_end)  # autograd drops it after the pass
-            torch.autograd.Variable._execution_engine.queue_callback(on_end)  # private
-        self.expected = max(number, self.expected)
-
-    def on_gradient(self, param):
-        """Tell the reducer, if gradients are expected; the first one begins."""
-        if self.expected:
-            self.on_backward(self.expected)  # if the output has hidden its tensors
-            if not self.has_begun:
-                self.has_begun = True
-                self.reducer.begin(f"backward after forward pass {self.expected}")
-            self.reducer.mark_ready(param)
-
-    def on_end(self):
-        """Let the reducer finish, if it has begun."""
-        if self.has_begun:
-            self.expected = 0
-            self.reducer.finish()
+        if self.running is not None:
+            self.running, self.missing = None, [set() for _ in self.buckets]
+            self.send_complete()
+            futures, self.sent = [self.agreed, *self.sent], None  # they hold the means
+            _, *flats = [future.result() for future in futures]
+            for flat, params in zip(flats, self.buckets):
+                unpack(flat, params)
 
 
 class DistributedDataParallel(nn.Module):
@@ -199,7 +163,6 @@ class DistributedDataParallel(nn.Module):
         buffers = module.buffers() if broadcast_buffers else ()
         share([*module.parameters(), *buffers], self.group)
         self.reducer = Reducer(params, bucket_cap_mb * 2**20, self.group)
-        self.hooks = Hooks(self.reducer)
 
     def forward(self, *args, **kwargs):
         """Call the module; before that, share buffers where torch's class does."""
@@ -210,18 +173,18 @@ class DistributedDataParallel(nn.Module):
         if self.device_ids:
             [(args, kwargs)] = scatter((args, kwargs), self.device_ids)
         output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.reducer.expect(averages)
         if averages:
             trained = {p for p in self.module.parameters() if p.requires_grad}
             if trained - self.reducer.bucket_of.keys():
                 raise ValueError("new parameters: change the module before wrapping")
-            self.hooks.on_forward(output)
         return output
 
     @contextmanager
     def no_sync(self):
         """Let each rank add up gradients alone, after forward passes made inside."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        self.hooks.expected = 0  # even if a forward pass before has not been used
         try:
             yield
         finally:

@@ -43,10 +43,10 @@ def arguments(argv=None):
     add("--resume", action="store_true", help="go on from the checkpoint, if it exists")
     args = parser.parse_args(argv)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if args.batch_size < 1 or args.batch_size % world_size:
+    if min(args.epochs, args.examples, args.batch_size) < 1:
+        parser.error("--epochs, --examples and --batch-size must be positive")
+    if args.batch_size % world_size:
         parser.error(f"--batch-size must be a multiple of {world_size}")
-    if args.epochs < 1 or args.examples < 1:
-        parser.error("--epochs and --examples must be positive")
     return args
 
 
@@ -61,9 +61,6 @@ def join():
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # one machine
             # after a restart, the store still has the addresses of dead ranks
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    else:  # nobody else is to connect
-        name = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if on_gpu:
         torch.cuda.set_device(local_rank)
         torch.backends.cudnn.deterministic = True  # the same bits after a resume
@@ -79,8 +76,11 @@ def train(args, device):
     torch.manual_seed(args.seed + dist.get_rank())  # dropout has to differ
     model = DistributedDataParallel(network)
     optimizer = torch.optim.SGD(network.parameters(), args.lr, momentum=0.9)
-    begin = load(args, network, optimizer) if args.resume else 0
+    resumes = args.resume and os.path.exists(args.checkpoint)
+    begin = load(args, network, optimizer) if resumes else 0
     ranks.agree(f"{begin} epochs are done")  # all have found the same checkpoint
+    if args.resume and dist.get_rank() == 0:
+        print(f"{args.checkpoint}: {begin} of {args.epochs} epochs are done")
     sampler = DistributedSampler(train_iter.images[: args.examples], seed=args.seed)
     for epoch in range(begin, args.epochs):
         start = time.perf_counter()
@@ -89,9 +89,8 @@ def train(args, device):
         seconds = time.perf_counter() - start
         accuracy = evaluate(network, test_iter)
         if dist.get_rank() == 0:
-            words = f"loss {loss:.3f}, test accuracy {accuracy:.3f}"
-            words += f", {seconds:.1f} s on {device.type}"
-            print(f"epoch {epoch + 1}/{args.epochs}: {words}", flush=True)
+            words = f"loss {loss:.3f}, test accuracy {accuracy:.3f}, {seconds:.1f} s"
+            print(f"epoch {epoch + 1}/{args.epochs}: {words} on {device}", flush=True)
         save(args, network, optimizer, epoch + 1)
 
 
@@ -141,10 +140,6 @@ def save(args, network, optimizer, epochs_done):
 
 def load(args, network, optimizer):
     """Go on from the checkpoint; return how many epochs are done."""
-    if not os.path.exists(args.checkpoint):
-        if dist.get_rank() == 0:
-            print(f"there is no {args.checkpoint} yet: this is the beginning")
-        return 0
     state = load_checkpoint(args.checkpoint)
     for name, value in state["arguments"].items():
         if getattr(args, name) != value:
@@ -155,18 +150,13 @@ def load(args, network, optimizer):
     if len(state["generators"]) == dist.get_world_size():
         own = state["generators"][dist.get_rank()]
         torch.set_rng_state(own.clone())  # a copy: torch crashes on a part of a tensor
-    epochs_done = state["epochs_done"]
-    if dist.get_rank() == 0:
-        print(f"{args.checkpoint}: {epochs_done} of {args.epochs} epochs are done")
-    return epochs_done
+    return state["epochs_done"]
 
 
 def main(argv=None):
     """Join the other ranks, train, and leave."""
     args = arguments(argv)
-    folder = os.path.dirname(os.path.abspath(args.checkpoint))
-    if not os.path.isdir(folder):
-        sys.exit(f"d2lpar.train_ddp: there is no folder {folder} for the checkpoint")
+    os.makedirs(os.path.dirname(os.path.abspath(args.checkpoint)), exist_ok=True)
     device = join()
     try:
         train(args, device)

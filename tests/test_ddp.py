@@ -6,7 +6,6 @@ import os
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -214,17 +213,6 @@ def calls_twice(wrap, rank, k):
     return clones(grads(model))
 
 
-def wraps_twice(wrap, rank, k):
-    """Only passes of the wrapper average, not of the module or of another wrapper."""
-    module, trace = mlp(3, 1), []
-    first, second = wrap(module), wrap(module)
-    for call in (first, module, second, module, first, second):
-        module.zero_grad()
-        backward(call(randn(2, 3, seed=rank)))
-        trace += clones(grads(module))
-    return trace
-
-
 def checkpoints(wrap, rank, k, around, reenters=False):
     """With ``reenters``, the first gradients come from a pass inside of the pass."""
     again = partial(checkpoint, use_reentrant=reenters)
@@ -239,41 +227,6 @@ def checkpoints(wrap, rank, k, around, reenters=False):
     return clones(grads(model))
 
 
-def calls_itself(wrap, rank, k):
-    """A pass goes on with the output of another; the gradients come in other orders."""
-    module = nn.Sequential(linear(), linear())
-    module.forward = lambda X, i: module[i](X)
-    model = wrap(module, find_unused_parameters=True)
-    model(model(rows(rank), 1 - rank), 0).sum().backward()
-    return clones(grads(model))
-
-
-@dataclass
-class Output:
-    y: torch.Tensor
-
-
-def returns(change, wrap, rank, k):
-    """An output of two layers, of which a part is used, changed as it may be."""
-    model = wrap(mlp(3, 2), find_unused_parameters=True)
-    model.module.forward = partial(change, model.module[0])
-    X = randn(4, 3, seed=rank)
-    for _ in range(2):
-        _, second = model(X)
-        (second.y if isinstance(second, Output) else second).sum().backward()
-    return clones(grads(model))
-
-
-def saliency(wrap, rank, k):
-    """Rank 0 asks for the gradient of its input first: nothing is averaged for it."""
-    model, X = wrap(mlp(3, 1)), randn(4, 3, seed=rank).requires_grad_()
-    y = model(X).sum()
-    if rank == 0:
-        torch.autograd.grad(y, X, retain_graph=True)
-    y.backward()
-    return clones(grads(model))
-
-
 SCENARIOS = {
     "unused, frozen, tied": partial(trains_in_part, set_to_none=True),
     "the same, gradients set to 0": partial(trains_in_part, set_to_none=False),
@@ -282,15 +235,9 @@ SCENARIOS = {
     "buffers": shares_buffers,
     "broadcast_buffers=False": partial(shares_buffers, broadcast_buffers=False),
     "two forward passes": calls_twice,
-    "two wrappers": wraps_twice,
     "checkpoint inside": partial(checkpoints, around=False),
     "checkpoint around": partial(checkpoints, around=True),
     "reentrant checkpoint": partial(checkpoints, around=False, reenters=True),
-    "one pass after another": calls_itself,
-    "two outputs": partial(returns, lambda layer, X: (layer(X), layer(X).square())),
-    "a view": partial(returns, lambda layer, X: (None, layer(X).view(-1).mul_(2))),
-    "an object": partial(returns, lambda layer, X: (1, Output(layer(X)))),
-    "saliency": saliency,
 }
 
 
@@ -422,34 +369,29 @@ def wait_for(log, number):
 
 
 def each_backward_averages(rank, k):
-    """Two of one graph, and one of a wrapper that only the graph keeps."""
-    module = linear()
-    layer, module.forward = module.forward, lambda X: {"y": (layer(X),)}
-    loss = DistributedDataParallel(module)(rows(rank))["y"][0].sum()
-    gc.collect()
+    """Two through one output, and one inside of another, with the same parameter."""
+    model, X = DistributedDataParallel(linear()), rows(rank).requires_grad_()
+    loss = model(X).sum()
     loss.backward(retain_graph=True)
-    assert gradient(module) == MEAN
+    assert gradient(model) == MEAN
     loss.backward()
-    assert gradient(module) == 2 * MEAN
+    assert gradient(model) == 2 * MEAN
+    for first, second in (True, False), (False, True):
+        model.zero_grad()
+        y = [
+            checkpoint(model.module, X, use_reentrant=True) if again else model(X)
+            for again in (first, second)
+        ]
+        sum(y).sum().backward()
+        assert gradient(model) == 2 * MEAN
 
 
-def only_what_is_expected(rank, k):
-    """A penalty's pass averages, a pass inside no_sync does not."""
-    module = mlp(3, 2, 1)
-    model, X = DistributedDataParallel(module), randn(2, 3, seed=rank).requires_grad_()
-    for call, averages in (module, False), (model, True):
-        (grad,) = torch.autograd.grad(call(X).sum(), X, create_graph=True)
-        grad.square().sum().backward()
-        found = clones(filter(None.__ne__, grads(module)))
-        if not averages:
-            means = [sum(each) / k for each in zip(*everyones(found))]
-        module.zero_grad()
-    close(found, means)
+def a_pass_inside_no_sync(rank, k):
     model = DistributedDataParallel(linear())
     model(rows(rank))  # its output is not used
     with model.no_sync():
         model(rows(rank)).sum().backward()
-    assert gradient(model.module) == rank + 1
+    assert gradient(model) == rank + 1
 
 
 def a_part_of_the_ranks(rank, k):
@@ -485,26 +427,13 @@ def error_in_backward(rank, k):
 
 
 def gradient_with_a_graph(rank, k):
-    """An error on rank 0, which is kept; then training goes on."""
-    module = linear()
-    model = DistributedDataParallel(module)
+    model = DistributedDataParallel(linear())
     loss = model(rows(rank)).square().sum()
-    if rank == 0:
-        with pytest.raises(RuntimeError, match="has a graph") as kept, GRAPH_WARNS:
-            loss.backward(create_graph=True)
-    else:
-        kept = loss.backward() is None
-    module.zero_grad()
-    model(rows(rank)).sum().backward()
-    assert gradient(module) == MEAN and kept
-
-
-def gradient_that_comes_twice(rank, k):
-    module = linear()
-    model, X = DistributedDataParallel(module), rows(rank).requires_grad_()
-    again = checkpoint(module, X, use_reentrant=True)  # a backward pass of its own
-    with pytest.raises(RuntimeError, match="twice in one backward pass"):
-        (again + model(X)).sum().backward()
+    with pytest.raises(RuntimeError, match="has a graph"), GRAPH_WARNS:
+        loss.backward(create_graph=True)
+    model.zero_grad()
+    model(rows(rank)).sum().backward()  # training goes on
+    assert gradient(model) == MEAN
 
 
 def module_that_was_changed(rank, k):
@@ -540,11 +469,10 @@ test_two_ranks = on_ranks(
         sends_each_gradient_once,
         sends_in_order_while_backward_runs,
         each_backward_averages,
-        only_what_is_expected,
+        a_pass_inside_no_sync,
         a_part_of_the_ranks,
         error_in_backward,
         gradient_with_a_graph,
-        gradient_that_comes_twice,
         module_that_was_changed,
         arguments,
     ],
@@ -552,11 +480,6 @@ test_two_ranks = on_ranks(
 
 
 # What spoils the group: each is an error on every rank that waits
-
-
-def takes_another_output(model, rank):
-    losses = [model(rows(rank)).sum() for _ in range(2)]
-    losses[rank].backward()
 
 
 def fails_alone(model, rank):
@@ -579,7 +502,6 @@ def uses_no_parameter(model, rank):
 @pytest.mark.parametrize(
     ("case", "errors", "words"),
     [
-        (takes_another_output, ["MismatchError"] * 2, "forward pass 2"),
         (fails_alone, ["MismatchError"] * 2, "forward pass 2"),
         (uses_no_parameter, ["PeerError", "ok"], "rank 1 did not call in time"),
     ],
@@ -618,9 +540,9 @@ def test_nothing_is_left_of_a_wrapper(way):
             for _ in range(2):
                 backward(model(torch.randn(4, 3)))
             kinds.add(type(model.reducer.group.transport))
-            hooks.append(weakref.ref(model.hooks))
+            hooks.append(weakref.ref(model.reducer))
             if i == 11:
-                model.hooks.num_passes += rank  # the next pass is another's
+                model.reducer.num_passes += rank  # the next pass is another's
                 assert attempt(backward, model(torch.randn(4, 3)))[0] == "MismatchError"
             del model
             gc.collect()
