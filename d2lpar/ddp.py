@@ -85,14 +85,14 @@ class Reducer:
         self.buckets = fill_buckets(reversed(params), cap_bytes)
         self.bucket_of = {p: b for b, params in enumerate(self.buckets) for p in params}
         self.group, self.thread = ranks.own_group(group), ranks.Sender()
-        self.averages, self.num_passes, self.running = False, 0, None
+        self.averages, self.num_passes, self.running = True, 0, None
         me = weakref.ref(self)  # parameters may live longer
         for p in params:
             hook = p.register_post_accumulate_grad_hook(lambda p: me().mark_ready(p))
             weakref.finalize(self, hook.remove)
 
     def expect(self, averages):
-        """Average in the backward passes after this forward pass, or do not."""
+        """Average in the backward passes that follow, or let each rank be alone."""
         self.averages = averages
         self.num_passes += averages
 
@@ -122,11 +122,11 @@ class Reducer:
 
     def finish(self):
         """Send the other buckets, wait for all, and hand the means out."""
-        if self.running is not None:
+        if self.running is not None:  # else a pass inside this one has finished it
             self.running, self.missing = None, [set() for _ in self.buckets]
             self.send_complete()
-            futures, self.sent = [self.agreed, *self.sent], None  # they hold the means
-            _, *flats = [future.result() for future in futures]
+            _, *flats = [future.result() for future in (self.agreed, *self.sent)]
+            self.sent = None  # or the means would stay in memory
             for flat, params in zip(flats, self.buckets):
                 unpack(flat, params)
 
