@@ -85,23 +85,25 @@ class Reducer:
         self.buckets = fill_buckets(reversed(params), cap_bytes)
         self.bucket_of = {p: b for b, params in enumerate(self.buckets) for p in params}
         self.group, self.thread = ranks.own_group(group), ranks.Sender()
-        self.averages, self.num_passes, self.running = True, 0, None
+        self.averages = self.waits = False
+        self.num_forwards = self.num_backwards = 0
+        self.running = None  # autograd's number of the backward pass that is running
         me = weakref.ref(self)  # parameters may live longer
         for p in params:
             hook = p.register_post_accumulate_grad_hook(lambda p: me().mark_ready(p))
             weakref.finalize(self, hook.remove)
 
     def expect(self, averages):
-        """Average in the backward passes that follow, or let each rank be alone."""
-        self.averages = averages
-        self.num_passes += averages
+        """Average from now on, if this forward pass or one that waits asks for it."""
+        self.averages = self.waits = averages or self.waits
+        self.num_forwards += averages
 
     def mark_ready(self, param):
         """Cross a gradient off, and send what is complete: autograd calls this."""
         if self.averages:
             if param.grad.requires_grad:
                 raise RuntimeError("a gradient has a graph: leave create_graph out")
-            number = torch._C._current_graph_task_id()  # private: of the backward pass
+            number = torch._C._current_graph_task_id()  # private
             if self.running != number:
                 self.begin(number)
             self.missing[self.bucket_of[param]].remove(param)
@@ -110,14 +112,14 @@ class Reducer:
     def begin(self, number):
         """Miss all gradients, and let the ranks compare first which pass this is."""
         self.running, self.missing = number, [set(params) for params in self.buckets]
-        plan = f"backward after forward pass {self.num_passes}"
-        self.agreed, self.sent = self.thread.submit(ranks.agree, plan, self.group), []
+        plan = f"{self.num_forwards} forward and {self.num_backwards} backward passes"
+        self.sent = [self.thread.submit(ranks.agree, plan, self.group)]  # then buckets
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # private
 
     def send_complete(self):
         """Hand the thread the next buckets, as long as they miss nothing."""
-        while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
-            flat = pack(self.buckets[len(self.sent)])
+        while (b := len(self.sent) - 1) < len(self.buckets) and not self.missing[b]:
+            flat = pack(self.buckets[b])
             self.sent.append(self.thread.submit(average, flat, self.group))
 
     def finish(self):
@@ -125,19 +127,21 @@ class Reducer:
         if self.running is not None:  # else a pass inside this one has finished it
             self.running, self.missing = None, [set() for _ in self.buckets]
             self.send_complete()
-            _, *flats = [future.result() for future in (self.agreed, *self.sent)]
-            self.sent = None  # or the means would stay in memory
+            futures, self.sent, self.waits = self.sent, None, False
+            _, *flats = [future.result() for future in futures]
             for flat, params in zip(flats, self.buckets):
                 unpack(flat, params)
+            self.num_backwards += 1
 
 
 class DistributedDataParallel(nn.Module):
     """A replica on one rank: ``backward`` leaves the mean of all ranks' gradients.
 
-    The arguments are those of torch's class. A gradient that is missing on some ranks
-    counts as 0 there, if they have others; one that is missing on all stays None. All
-    ranks make equally many forward passes with gradients. Register your own hooks on
-    parameters before you wrap: what a later one changes may have been sent already.
+    The arguments are those of torch's class. After a forward pass outside ``no_sync``
+    every backward pass through the parameters averages, and all ranks make equally many
+    of both. A gradient that is missing on some ranks counts as 0 there; one that is
+    missing on all stays None. Register your own hooks on parameters before you wrap:
+    what a later one changes may have been sent already.
     """
 
     def __init__(

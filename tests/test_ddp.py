@@ -187,6 +187,10 @@ def accumulates(wrap, rank, k):
     with model.no_sync():
         output = model(randn(4, 6, seed=rank))
     backward(output)  # of a forward pass that was made inside
+    trace += clones(grads(model))
+    output = model(randn(4, 6, seed=rank))
+    with model.no_sync():
+        backward(output + model(randn(4, 6, seed=rank + 9)))  # the first one averages
     return trace, clones(grads(model))
 
 
@@ -386,14 +390,6 @@ def each_backward_averages(rank, k):
         assert gradient(model) == 2 * MEAN
 
 
-def a_pass_inside_no_sync(rank, k):
-    model = DistributedDataParallel(linear())
-    model(rows(rank))  # its output is not used
-    with model.no_sync():
-        model(rows(rank)).sum().backward()
-    assert gradient(model) == rank + 1
-
-
 def a_part_of_the_ranks(rank, k):
     group = dist.new_group([1])
     for kind in (DistributedDataParallel, NaiveDistributedDataParallel):
@@ -421,6 +417,7 @@ def error_in_backward(rank, k):
         module.zero_grad()
     backward(model(randn(2, 3, seed=rank)))
     ours = clones(grads(module))
+    module = copy.deepcopy(module)  # without our hooks
     module.zero_grad()
     backward(module(randn(2, 3, seed=rank)))
     close(ours, [sum(each) / k for each in zip(*everyones(grads(module)))])
@@ -469,7 +466,6 @@ test_two_ranks = on_ranks(
         sends_each_gradient_once,
         sends_in_order_while_backward_runs,
         each_backward_averages,
-        a_pass_inside_no_sync,
         a_part_of_the_ranks,
         error_in_backward,
         gradient_with_a_graph,
@@ -492,6 +488,18 @@ def fails_alone(model, rank):
     model(rows(rank)).sum().backward()
 
 
+def fails_late(model, rank):
+    """Rank 1 breaks off after all is sent, and takes no step."""
+    X = rows(rank).requires_grad_() * 1
+    if rank == 1:
+        X.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(X).sum().backward()
+    else:
+        model(X).sum().backward()
+    model(rows(rank)).sum().backward()
+
+
 def uses_no_parameter(model, rank):
     """Rank 1's output comes from its input alone, in the first step."""
     for step in range(2):
@@ -502,7 +510,8 @@ def uses_no_parameter(model, rank):
 @pytest.mark.parametrize(
     ("case", "errors", "words"),
     [
-        (fails_alone, ["MismatchError"] * 2, "forward pass 2"),
+        (fails_alone, ["MismatchError"] * 2, "2 forward and 0 backward"),
+        (fails_late, ["MismatchError"] * 2, "2 forward and 1 backward"),
         (uses_no_parameter, ["PeerError", "ok"], "rank 1 did not call in time"),
     ],
 )
@@ -542,7 +551,7 @@ def test_nothing_is_left_of_a_wrapper(way):
             kinds.add(type(model.reducer.group.transport))
             hooks.append(weakref.ref(model.reducer))
             if i == 11:
-                model.reducer.num_passes += rank  # the next pass is another's
+                model.reducer.num_forwards += rank  # the next pass is another's
                 assert attempt(backward, model(torch.randn(4, 3)))[0] == "MismatchError"
             del model
             gc.collect()
@@ -567,7 +576,7 @@ def test_gradients_on_gpus():
         model = DistributedDataParallel(module, [device.index], bucket_cap_mb=1)
         X = torch.randn(64, 512)
         model(X).square().sum().backward()
-        ours = clones(grads(module))
+        ours, module = clones(grads(module)), copy.deepcopy(module)
         module.zero_grad()
         module(X.to(device)).square().sum().backward()
         for grad in grads(module):
