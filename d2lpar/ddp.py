@@ -127,8 +127,9 @@ class Reducer:
         if self.running is not None:  # else a pass inside this one has finished it
             self.running, self.missing = None, [set() for _ in self.buckets]
             self.send_complete()
-            futures, self.sent, self.waits = self.sent, None, False
-            _, *flats = [future.result() for future in futures]
+            # an error in a future that is kept would keep the graph
+            _, *flats = [self.sent.pop(0).result() for _ in range(len(self.sent))]
+            self.waits = False
             for flat, params in zip(flats, self.buckets):
                 unpack(flat, params)
             self.num_backwards += 1
@@ -140,8 +141,9 @@ class DistributedDataParallel(nn.Module):
     The arguments are those of torch's class. After a forward pass outside ``no_sync``
     every backward pass through the parameters averages, and all ranks make equally many
     of both. A gradient that is missing on some ranks counts as 0 there; one that is
-    missing on all stays None. Register your own hooks on parameters before you wrap:
-    what a later one changes may have been sent already.
+    missing on all stays None. Each pass replaces ``.grad``: do not keep a reference to
+    it. Register your own hooks on parameters before you wrap: what a later one changes
+    may have been sent already.
     """
 
     def __init__(
