@@ -139,11 +139,10 @@ class DistributedDataParallel(nn.Module):
     """A replica on one rank: ``backward`` leaves the mean of all ranks' gradients.
 
     The arguments are those of torch's class. After a forward pass outside ``no_sync``
-    every backward pass through the parameters averages, and all ranks make equally many
-    of both. A gradient that is missing on some ranks counts as 0 there; one that is
-    missing on all stays None. Each pass replaces ``.grad``: do not keep a reference to
-    it. Register your own hooks on parameters before you wrap: what a later one changes
-    may have been sent already.
+    every backward pass through the parameters averages, and makes each ``.grad`` anew;
+    all ranks make equally many of both. A gradient that is missing on some ranks counts
+    as 0 there; one that is missing on all stays None. Register your own hooks on
+    parameters before you wrap: what a later one changes may have been sent already.
     """
 
     def __init__(
