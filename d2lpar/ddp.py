@@ -48,7 +48,7 @@ def fill_buckets(params, cap_bytes):
     buckets, room = [], 0
     for param in params:
         if room <= 0 or param.dtype != buckets[-1][0].dtype:
-            room = cap_bytes if buckets else min(2**20, cap_bytes)  # the first is early
+            room = cap_bytes if buckets else min(2**20, cap_bytes)  # one leaves early
             buckets.append([])
         buckets[-1].append(param)
         room -= param.nbytes
@@ -85,7 +85,7 @@ class Reducer:
         self.buckets = fill_buckets(reversed(params), cap_bytes)
         self.bucket_of = {p: b for b, params in enumerate(self.buckets) for p in params}
         self.group, self.thread = ranks.own_group(group), ranks.Sender()
-        self.averages = self.waits = False
+        self.averages = self.waits = False  # waits: a forward pass, for its backward
         self.num_forwards = self.num_backwards = 0
         self.running = None  # autograd's number of the backward pass that is running
         me = weakref.ref(self)  # parameters may live longer
@@ -124,7 +124,7 @@ class Reducer:
 
     def finish(self):
         """Send the other buckets, wait for all, and hand the means out."""
-        if self.running is not None:  # else a pass inside this one has finished it
+        if self.running is not None:  # else one inside it has finished
             self.running, self.missing = None, [set() for _ in self.buckets]
             self.send_complete()
             # an error in a future that is kept would keep the graph
@@ -138,11 +138,11 @@ class Reducer:
 class DistributedDataParallel(nn.Module):
     """A replica on one rank: ``backward`` leaves the mean of all ranks' gradients.
 
-    The arguments are those of torch's class. After a forward pass outside ``no_sync``
-    every backward pass through the parameters averages, and makes each ``.grad`` anew;
-    all ranks make equally many of both. A gradient that is missing on some ranks counts
-    as 0 there; one that is missing on all stays None. Register your own hooks on
-    parameters before you wrap: what a later one changes may have been sent already.
+    Arguments are named as torch's. After a forward pass outside ``no_sync``, every
+    backward pass through the parameters averages, and makes each ``.grad`` anew; all
+    ranks make equally many passes. A gradient that is missing on some ranks counts as 0
+    there; one that is missing on all stays None. Register your own hooks on parameters
+    before you wrap: what a later one changes may have been sent already.
     """
 
     def __init__(
