@@ -6,6 +6,7 @@ Distributed" (VLDB 2020), and ``torch.nn.parallel.DistributedDataParallel``.
 """
 
 import weakref
+from concurrent.futures import wait
 from contextlib import contextmanager
 
 import torch
@@ -55,11 +56,11 @@ def fill_buckets(params, cap_bytes):
     return buckets
 
 
-def pack(params):
+def pack(params, out=None):
     """Return the gradients side by side, then for each one whether it is there."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     there = grads[0].new_tensor([param.grad is not None for param in params])
-    return torch.cat([*(grad.flatten() for grad in grads), there])
+    return torch.cat([*(grad.flatten() for grad in grads), there], out=out)
 
 
 def average(flat, group):
@@ -69,13 +70,13 @@ def average(flat, group):
 
 
 def unpack(flat, params):
-    """Let the gradients be views of ``flat``, except those that no rank has."""
+    """Copy the means into the gradients, except those that no rank has."""
     *means, there = flat.split([*(param.numel() for param in params), len(params)])
     for p, mean, is_there in zip(params, means, there.tolist()):
         if is_there:
-            mean = mean.view_as(p)
-            # autograd wants gradients to lie in memory like their parameters
-            p.grad = mean if p.is_contiguous() else torch.empty_like(p).copy_(mean)
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            p.grad.copy_(mean.view_as(p))
 
 
 class Reducer:
@@ -83,10 +84,12 @@ class Reducer:
 
     def __init__(self, params, cap_bytes, group):
         self.buckets = fill_buckets(reversed(params), cap_bytes)
+        self.flats = [pack(params) for params in self.buckets]  # for all passes
         self.bucket_of = {p: b for b, params in enumerate(self.buckets) for p in params}
         self.group, self.thread = ranks.own_group(group), ranks.Sender()
         self.averages = self.waits = False  # waits: a forward pass, for its backward
         self.num_forwards = self.num_backwards = 0
+        self.sent = []  # futures: of the comparison, then of each bucket
         self.running = None  # autograd's number of the backward pass that is running
         me = weakref.ref(self)  # parameters may live longer
         for p in params:
@@ -111,15 +114,16 @@ class Reducer:
 
     def begin(self, number):
         """Miss all gradients, and let the ranks compare first which pass this is."""
+        wait(self.sent)  # of a pass that has not finished: its flats are used again
         self.running, self.missing = number, [set(params) for params in self.buckets]
         plan = f"{self.num_forwards} forward and {self.num_backwards} backward passes"
-        self.sent = [self.thread.submit(ranks.agree, plan, self.group)]  # then buckets
+        self.sent = [self.thread.submit(ranks.agree, plan, self.group)]
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # private
 
     def send_complete(self):
         """Hand the thread the next buckets, as long as they miss nothing."""
         while (b := len(self.sent) - 1) < len(self.buckets) and not self.missing[b]:
-            flat = pack(self.buckets[b])
+            flat = pack(self.buckets[b], out=self.flats[b])
             self.sent.append(self.thread.submit(average, flat, self.group))
 
     def finish(self):
@@ -127,10 +131,10 @@ class Reducer:
         if self.running is not None:  # else one inside it has finished
             self.running, self.missing = None, [set() for _ in self.buckets]
             self.send_complete()
-            # an error in a future that is kept would keep the graph
-            _, *flats = [self.sent.pop(0).result() for _ in range(len(self.sent))]
+            while self.sent:  # an error in a future that is kept would keep the graph
+                self.sent.pop(0).result()
             self.waits = False
-            for flat, params in zip(flats, self.buckets):
+            for flat, params in zip(self.flats, self.buckets):
                 unpack(flat, params)
             self.num_backwards += 1
 
@@ -139,10 +143,10 @@ class DistributedDataParallel(nn.Module):
     """A replica on one rank: ``backward`` leaves the mean of all ranks' gradients.
 
     Arguments are named as torch's. After a forward pass outside ``no_sync``, every
-    backward pass through the parameters averages, and makes each ``.grad`` anew; all
-    ranks make equally many passes. A gradient that is missing on some ranks counts as 0
-    there; one that is missing on all stays None. Register your own hooks on parameters
-    before you wrap: what a later one changes may have been sent already.
+    backward pass through the parameters averages; all ranks make equally many. A
+    gradient that is missing on some ranks counts as 0 there; one that is missing on all
+    stays None. Register your own hooks on parameters before you wrap: what a later one
+    changes may have been sent already.
     """
 
     def __init__(
