@@ -49,7 +49,7 @@ def fill_buckets(params, cap_bytes):
     buckets, room = [], 0
     for param in params:
         if room <= 0 or param.dtype != buckets[-1][0].dtype:
-            room = cap_bytes if buckets else min(2**20, cap_bytes)  # one leaves early
+            room = cap_bytes if buckets else min(2**20, cap_bytes)  # the first is small
             buckets.append([])
         buckets[-1].append(param)
         room -= param.nbytes
@@ -104,8 +104,8 @@ class Reducer:
     def mark_ready(self, param):
         """Cross a gradient off, and send what is complete: autograd calls this."""
         if self.averages:
-            if param.grad.requires_grad:
-                raise RuntimeError("a gradient has a graph: leave create_graph out")
+            if param.grad.requires_grad or param.grad.is_sparse:
+                raise RuntimeError("a gradient is sparse or has a graph (create_graph)")
             number = torch._C._current_graph_task_id()  # private
             if self.running != number:
                 self.begin(number)
@@ -113,7 +113,7 @@ class Reducer:
             self.send_complete()
 
     def begin(self, number):
-        """Miss all gradients, and let the ranks compare first which pass this is."""
+        """Miss all gradients; let the ranks first compare their numbers of passes."""
         wait(self.sent)  # of a pass that has not finished: its flats are used again
         self.running, self.missing = number, [set(params) for params in self.buckets]
         plan = f"{self.num_forwards} forward and {self.num_backwards} backward passes"
@@ -128,7 +128,7 @@ class Reducer:
 
     def finish(self):
         """Send the other buckets, wait for all, and hand the means out."""
-        if self.running is not None:  # else one inside it has finished
+        if self.running is not None:  # else a pass inside this one has finished
             self.running, self.missing = None, [set() for _ in self.buckets]
             self.send_complete()
             while self.sent:  # an error in a future that is kept would keep the graph

@@ -6,6 +6,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 from ..memory import watched
 
 
@@ -23,9 +25,13 @@ class Sender:
         work.start()
 
     def submit(self, function: Callable, *args: Any) -> Future:
-        """Put a call at the end of the queue; return the future of its result."""
+        """Put a call at the end of the queue; return the future of its result.
+
+        On a GPU it follows in the stream that is current here.
+        """
         future = Future()
-        self.calls.put((future, function, args))
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self.calls.put((future, stream, function, args))
         return future
 
     def stop(self) -> None:
@@ -38,12 +44,12 @@ class Sender:
 def make_calls(calls: SimpleQueue) -> None:
     """Make the calls that are put into the queue, until None."""
     while call := calls.get():
-        future, function, args = call
+        future, stream, function, args = call
         if future.set_running_or_notify_cancel():  # False: it was cancelled
             try:
-                with watched():  # what it makes counts, too
+                with watched(), torch.cuda.stream(stream):  # what it makes counts, too
                     future.set_result(function(*args))
             except BaseException as error:
                 future.set_exception(error)
         # or what they hold would live until the next call
-        del (call, future, function, args)
+        del (call, future, stream, function, args)
