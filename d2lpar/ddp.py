@@ -89,7 +89,7 @@ class Reducer:
         self.group, self.thread = ranks.own_group(group), ranks.Sender()
         self.averages = self.waits = False  # waits: a forward pass, for its backward
         self.num_forwards = self.num_backwards = 0
-        self.sent = []  # futures: of the comparison, then of each bucket
+        self.sent = []  # a future for each bucket
         self.running = None  # autograd's number of the backward pass that is running
         me = weakref.ref(self)  # parameters may live longer
         for p in params:
@@ -113,16 +113,16 @@ class Reducer:
             self.send_complete()
 
     def begin(self, number):
-        """Miss all gradients; let the ranks first compare their numbers of passes."""
+        """Mark all gradients as missing, and say in plans which pass this is."""
         wait(self.sent)  # of a pass that has not finished: its flats are used again
         self.running, self.missing = number, [set(params) for params in self.buckets]
-        plan = f"{self.num_forwards} forward and {self.num_backwards} backward passes"
-        self.sent = [self.thread.submit(ranks.agree, plan, self.group)]
+        passes = f"{self.num_forwards} forward and {self.num_backwards} backward passes"
+        self.sent, self.group.context = [], f" after {passes}"
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # private
 
     def send_complete(self):
         """Hand the thread the next buckets, as long as they miss nothing."""
-        while (b := len(self.sent) - 1) < len(self.buckets) and not self.missing[b]:
+        while (b := len(self.sent)) < len(self.buckets) and not self.missing[b]:
             flat = pack(self.buckets[b], out=self.flats[b])
             self.sent.append(self.thread.submit(average, flat, self.group))
 

@@ -216,7 +216,7 @@ class Call:
     def agree(self, what: str, numbers: list[int] | None = None) -> list[int]:
         """Compare plans; return the number that each member has for this rank."""
         self.has_asked, group = True, self.group
-        plan = f"call {group.calls}: {self.name}, {what}"
+        plan = f"call {group.calls}{group.context}: {self.name}, {what}"
         if len(plan := ascii(plan)[1:-1]) > PLAN:
             plan = f"{plan[: PLAN - 9]} {crc32(plan.encode()):08x}"
         mine = {i: f"{n} {plan}" for i, n in enumerate(numbers or [0] * group.size)}

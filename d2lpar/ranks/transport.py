@@ -115,7 +115,8 @@ class Group:
         self.ranks, self.me = self.messages.ranks, dist.get_rank(process_group)
         self.size = len(self.ranks)
         self.others = [i for i in range(self.size) if i != self.me]
-        self.calls, self.broken = 0, ""  # why it can no longer be used
+        self.calls, self.context = 0, ""  # what plans say besides
+        self.broken = ""  # why it can no longer be used
         self.place = None  # of its lanes, if it has some
         self.numbers = count(1)  # of the groups that own_group makes of it
         self.under_way = {"send": threading.Lock(), "receive": threading.Lock()}
