@@ -143,7 +143,7 @@ class DistributedDataParallel(nn.Module):
     """A replica on one rank: ``backward`` leaves the mean of all ranks' gradients.
 
     Arguments are named as torch's. After a forward pass outside ``no_sync``, every
-    backward pass through the parameters averages; all ranks make equally many. A
+    backward pass through the parameters averages. All ranks make equally many passes. A
     gradient that is missing on some ranks counts as 0 there; one that is missing on all
     stays None. Register your own hooks on parameters before you wrap: what a later one
     changes may have been sent already.

@@ -110,6 +110,8 @@ class Group:
     Members are numbered from 0: ``ranks[i]`` is the rank of member i in the world.
     """
 
+    place = None  # of its lanes, if it has some
+
     def __init__(self, process_group: dist.ProcessGroup, number: int = 0):
         self.messages = self.transport = Messages(process_group, number)
         self.ranks, self.me = self.messages.ranks, dist.get_rank(process_group)
@@ -117,7 +119,6 @@ class Group:
         self.others = [i for i in range(self.size) if i != self.me]
         self.calls, self.context = 0, ""  # what plans say besides
         self.broken = ""  # why it can no longer be used
-        self.place = None  # of its lanes, if it has some
         self.numbers = count(1)  # of the groups that own_group makes of it
         self.under_way = {"send": threading.Lock(), "receive": threading.Lock()}
         self.mine = [bytearray(NOTE_BYTES) for _ in self.ranks]  # notes to each member
