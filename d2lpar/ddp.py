@@ -104,8 +104,8 @@ class Reducer:
     def mark_ready(self, param):
         """Cross a gradient off, and send what is complete: autograd calls this."""
         if self.averages:
-            if param.grad.requires_grad or param.grad.is_sparse:
-                raise RuntimeError("a gradient is sparse or has a graph (create_graph)")
+            if param.grad.requires_grad:
+                raise RuntimeError("a gradient has a graph: leave create_graph out")
             number = torch._C._current_graph_task_id()  # private
             if self.running != number:
                 self.begin(number)

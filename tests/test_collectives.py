@@ -50,7 +50,7 @@ def assert_allreduces(function, data, op="sum"):
     expected, tensors = reference(data, op), list(data)
     function(data)
     assert all(now is then for now, then in zip(data, tensors)), "a slot was rebound"
-    rtol = 1e-6 if op == "mean" and data[0].is_cuda else 0  # it multiplies by 1 / k
+    rtol = 1e-6 if op == "mean" and data[0].is_cuda else 0  # a GPU multiplies by 1 / k
     for tensor in data:
         torch.testing.assert_close(tensor, expected, rtol=rtol, atol=0)
 

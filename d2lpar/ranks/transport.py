@@ -44,7 +44,7 @@ class Messages:
     """torch.distributed's messages between the ranks of a process group.
 
     With the backend "cpu:gloo,cuda:nccl" tensors stay on the GPU, and notes go over
-    gloo. We have not run that: it follows torch's documentation.
+    gloo. We have run that with one GPU only: it follows torch's documentation.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, number: int):
