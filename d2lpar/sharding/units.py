@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
 
 from .. import ranks
 from ..losses import wide
-from ..mixed_precision.casting import map_tensors
 from ..schedules import even_bounds
 from .addresses import Addresses
 from .shards import Moved, Shard, line, make_shard
@@ -299,7 +299,10 @@ class _Gathered(torch.autograd.Function):
 def _cast(tree, dtype: torch.dtype | None):
     if dtype is None:
         return tree
-    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+    return tree_map(
+        lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x,
+        tree,
+    )
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
