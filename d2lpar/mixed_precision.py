@@ -25,7 +25,7 @@ LOW = """
     prelu scaled_dot_product_attention
 """
 FULL = """
-    cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div ctc_loss
+    cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div
     binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss
     cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss
     triplet_margin_loss prod cdist

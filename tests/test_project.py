@@ -28,8 +28,7 @@ ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 HOUSE = {
     "": "guards devices data memory training models checkpoint schedules collectives",
     "ranks": "lanes transport sender collectives _old worker launch",
-    "middle": "data_parallel losses ddp sampler batch_norm",
-    "mixed_precision": "casting grad_scaler opt_levels",
+    "middle": "data_parallel losses ddp sampler batch_norm mixed_precision",
     "sharding": "shards clipping full_state optimizer traffic addresses units"
     " sharded_module",
     "pipeline": "schedules stages partition counts local distributed",
@@ -228,11 +227,11 @@ def test_imports_point_one_way_and_only_to_what_pyproject_lists(path):
 
 
 def test_imports_are_seen_and_so_is_what_stands_above(tmp_path, monkeypatch):
-    opt_levels = PACKAGE / "mixed_precision" / "opt_levels.py"
-    assert stands_above("mixed_precision.casting", opt_levels)
-    assert stands_above("mixed_precision", PACKAGE / "study" / "methods.py")
-    assert not stands_above("mixed_precision", opt_levels)  # its own room's front door
-    assert not stands_above("nothing", opt_levels)
+    layers = PACKAGE / "tensor_parallel" / "vocabulary.py"
+    assert stands_above("tensor_parallel.layers", layers)
+    assert stands_above("tensor_parallel", PACKAGE / "study" / "methods.py")
+    assert not stands_above("tensor_parallel", layers)  # its own room's front door
+    assert not stands_above("nothing", layers)
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     (tmp_path / "room").mkdir()
     source = "from . import a\nfrom .b import x\nfrom ..c import y\n"
