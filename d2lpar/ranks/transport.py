@@ -146,6 +146,15 @@ class Group:
             here.memory.free.add(self.place)
 
     @contextmanager
+    def saying(self, context: str) -> Iterator[None]:
+        """Add ``context`` to the plans of calls that are made inside."""
+        self.context = context
+        try:
+            yield
+        finally:
+            self.context = ""
+
+    @contextmanager
     def alone(self, name: str, *directions: str) -> Iterator[None]:
         """Keep other threads of this rank out: they would take each other's messages.
 

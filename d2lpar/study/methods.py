@@ -93,19 +93,23 @@ def make(
     if name in (*DATA, *SHARDED):
         X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
     if name == "pipeline":
-        model.forward = region(model.forward)
+        forward = model.forward
+
+        def in_region(*args):
+            with region:
+                return forward(*args)
+
+        model.forward = in_region
         pipeline = DistributedPipeline(model, _loss, MICROBATCHES, count=len)
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     if name == "ZeRO-1":
-        sgd = partial(
-            ShardedOptimizer, optimizer_class=sgd.func, averages=True, **sgd.keywords
-        )
+        sgd = partial(ShardedOptimizer, optimizer_class=sgd.func, **sgd.keywords)
     optimizer = sgd(model.parameters())
 
     def forward_backward() -> torch.Tensor | None:
         if name == "pipeline":
             return pipeline.forward_backward(X, y)
-        with region.for_thread():
+        with region:
             loss = _loss(model(X), y)
         loss.backward()
         return loss.detach()

@@ -1,0 +1,326 @@
+"""Sharded training: each rank keeps its rows of what data parallelism keeps k times.
+
+``ShardedOptimizer`` divides the optimiser's state (ZeRO-1), and with a hook gradients
+(ZeRO-2); ``fully_shard`` parameters, too (ZeRO-3). Chapter 11 writes this file. Sources:
+Rajbhandari et al., "ZeRO" (SC 2020), Zhao et al., "PyTorch FSDP" (VLDB 2023), and
+``torch.distributed.fsdp.fully_shard``.
+"""
+
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from . import ranks
+from .ddp import share
+from .losses import wide
+from .mixed_precision import cast_floats
+
+
+def rows_of(tensor, group):
+    """Return this rank's rows of a tensor, as a view: a k-th of all, rounded up."""
+    rows = torch.atleast_1d(tensor.detach())
+    n = -(-len(rows) // group.size)
+    return rows[n * group.me : n * (group.me + 1)]
+
+
+def padded(tensor, k):
+    """Return a (k, n) matrix of k ranks' rows, the last ones filled up with zeros."""
+    rows = torch.atleast_1d(tensor)
+    missing = -len(rows) % k
+    if missing:
+        rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+    return rows.reshape(k, -1)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Updates this rank's rows of each parameter, then gathers those of all (ZeRO-1).
+
+    It also averages the gradients, of which a rank gets its rows: the model needs no
+    DistributedDataParallel. The optimiser within must treat each number alone, as SGD
+    and Adam do. To clip, call ``take_gradients``, then ``clip_grad_norm_``. As a hook
+    of each parameter, ``reduce`` frees gradients during backward (ZeRO-2).
+    """
+
+    def __init__(self, params, optimizer_class, *, group=None, **defaults):
+        self.group, self.shards = ranks.group_of(group), {}  # by parameter
+        self.inner = optimizer_class(params, **defaults)
+        groups, self.inner.param_groups = self.inner.param_groups, []
+        super().__init__(groups, self.inner.defaults)  # it adds each of them
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def add_param_group(self, settings):
+        """Let the optimiser within train this rank's rows of more parameters."""
+        for param in settings["params"]:
+            shard = nn.Parameter(rows_of(param, self.group), param.requires_grad)
+            shard.whole_shape, shard.group = param.shape, self.group
+            self.shards[param], shard.number = shard, len(self.shards)
+        own = [self.shards[param] for param in settings["params"]]
+        self.inner.add_param_group({**settings, "params": own})
+
+    def reduce(self, param):
+        """Give the shard its rows of the mean gradient, and free the gradient."""
+        shard, lines = self.shards[param], padded(param.grad, self.group.size)
+        with self.group.saying(f" for parameter {shard.number}"):
+            own = ranks.reduce_scatter(lines, "mean", self.group).flatten()
+        own = own[: shard.numel()].view_as(shard)
+        shard.grad = own.clone() if shard.grad is None else shard.grad + own
+        param.grad = None
+
+    def take_gradients(self):
+        """Reduce all gradients; ``step`` does it if you do not."""
+        for param in self.shards:
+            if param.grad is not None:
+                self.reduce(param)
+
+    @torch.no_grad()
+    def step(self):
+        """Update this rank's rows, and give the parameters those of all ranks."""
+        self.take_gradients()
+        self.inner.step()
+        for param, shard in self.shards.items():
+            if shard.grad is not None:
+                param.copy_(ranks.all_gather(shard, self.group).view_as(param))
+                shard.grad = None
+
+    def zero_grad(self, set_to_none=True):
+        """Forget the gradients of parameters and shards."""
+        for param, shard in self.shards.items():
+            param.grad = shard.grad = None
+
+    def load_state_dict(self, state):
+        """Load the state of this rank's rows."""
+        self.inner.load_state_dict(state)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+class Shards:
+    """This rank's rows of some parameters, to gather them and average gradients."""
+
+    def __init__(self, params, name, group, dtype):
+        self.group, self.name = group, f" for {name}, sharded in call {group.calls}"
+        self.wholes, self.kept, self.syncs, self.sizes = None, {}, True, {}
+        share(params, group)
+        for param in params:
+            self.sizes[param] = padded(param.data, group.size).shape[1]
+            param.whole_shape, param.group = param.shape, group
+            param.data, param.grad = rows_of(param, group).clone(), None
+        self.params, self.dtype, self.casts = (
+            params,
+            dtype or params[0].dtype,
+            bool(dtype),
+        )
+
+    @torch.no_grad()
+    def gather(self):
+        """Make the parameters whole, unless they are."""
+        if self.wholes is not None:
+            return
+        own = [F.pad(p.flatten(), (0, n - p.numel())) for p, n in self.sizes.items()]
+        with self.group.saying(self.name):
+            lines = ranks.all_gather(torch.cat(own).to(self.dtype), self.group)
+        parts = lines.view(self.group.size, -1).split([*self.sizes.values()], dim=1)
+        self.wholes = []
+        for part, shape in zip(parts, [param.whole_shape for param in self.params]):
+            self.wholes.append(part.reshape(-1)[: shape.numel()].view(shape))
+
+    def at(self, i, *address):
+        """Return what lies at an address in parameter i."""
+        self.gather()
+        return self.wholes[i].as_strided(*address)
+
+    def reduce(self, grads):
+        """Return this rank's rows of the mean gradients; without sync, keep all."""
+        self.wholes = None
+        for param, grad in zip(self.params, grads):
+            if grad is not None:
+                grad, kept = grad.to(wide(self.dtype)), self.kept.get(param)
+                self.kept[param] = grad if kept is None else kept + grad
+        rows = self.mean_rows() if self.syncs else {}
+        return [rows.get(param) for param in self.params]
+
+    def mean_rows(self):
+        """Return this rank's rows of the mean of what is kept, by parameter."""
+        numbers = [i for i, param in enumerate(self.params) if param in self.kept]
+        used = [self.params[i] for i in numbers]
+        lines = [padded(self.kept.pop(param), self.group.size) for param in used]
+        with self.group.saying(f"{self.name}, gradients {numbers}"):
+            own = ranks.reduce_scatter(torch.cat(lines, dim=1), "mean", self.group)
+        own = own.flatten().to(used[0].dtype, copy=True)  # a view would keep all memory
+        rows = own.split([self.sizes[param] for param in used])
+        return {p: row[: p.numel()].view_as(p) for p, row in zip(used, rows)}
+
+
+class Gathered(torch.autograd.Function):
+    """Hands out whole parameters, and is called when all have their gradients."""
+
+    @staticmethod
+    def forward(ctx, shards, *params):
+        """Return the whole parameters."""
+        ctx.shards = shards
+        ctx.set_materialize_grads(False)  # None for a parameter that was not used
+        wholes = [whole.view_as(whole) for whole in shards.wholes]
+        frozen = [w for w, param in zip(wholes, params) if not param.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(wholes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        """Return this rank's rows of their mean gradients."""
+        return None, *ctx.shards.reduce(grads)
+
+
+class Unit:
+    """A module whose parameters, but for those of units in it, are sharded.
+
+    They are whole while it computes. For backward, autograd keeps addresses of them.
+    """
+
+    def __init__(self, module, places, shards, reshards):
+        self.module, self.places, self.shards = module, places, shards
+        self.reshards, self.opener, self.hooks = reshards, None, ExitStack()
+        for part in {module, *(part for part, *_ in places)}:
+            part.register_forward_pre_hook(self.open, prepend=True, with_kwargs=True)
+            part.register_forward_hook(self.close, always_call=True)
+
+    def place(self, tensors):
+        """Let the modules have these tensors as their parameters."""
+        tensor_of = dict(zip(self.shards.params, tensors))
+        for part, name, param in self.places:
+            part._parameters[name] = tensor_of[param]
+
+    def open(self, module, args, kwargs):
+        """Make the parameters whole, before the module, or a part of it, computes."""
+        if self.opener is not None:
+            return None
+        self.opener = module
+        self.in_backward = torch._C._current_graph_task_id() >= 0  # private
+        if not self.in_backward:
+            self.shards.wholes = None  # the rows may have changed
+        self.shards.gather()
+        self.place(Gathered.apply(self.shards, *self.shards.params))
+        if module is not self.module:
+            return None
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # private
+        pack = partial(self.pack, outer)
+        self.hooks.enter_context(saved_tensors_hooks(pack, lambda get: get()))
+        dtype = self.shards.dtype
+        return cast_floats((args, kwargs), dtype) if self.shards.casts else None
+
+    def close(self, module, args, output):
+        """Leave the modules their rows, after they have computed or failed."""
+        if module is self.opener:
+            self.opener = None
+            self.hooks.close()
+            self.place(self.shards.params)
+            frees = self.reshards or not torch.is_grad_enabled()
+            if frees and not self.in_backward:
+                self.shards.wholes = None
+
+    def pack(self, outer, tensor):
+        """Return a function for autograd to keep: it returns the tensor."""
+        memory = tensor.untyped_storage().data_ptr()
+        for i, whole in enumerate(self.shards.wholes if self.reshards else ()):
+            if memory == whole.untyped_storage().data_ptr():
+                address = tensor.shape, tensor.stride(), tensor.storage_offset()
+                return partial(self.shards.at, i, *address)
+        if outer is not None:  # such as a checkpoint's
+            return partial(outer[1], outer[0](tensor))
+        return lambda: tensor
+
+
+def parts_of(module):
+    """Return the module, and those inside it that are in no unit yet."""
+    inner = [child for child in module.children() if not hasattr(child, "_unit")]
+    return [module, *(part for child in inner for part in parts_of(child))]
+
+
+def fully_shard(module, *, group=None, reshard_after_forward=True, param_dtype=None):
+    """Leave each rank its rows of the module's parameters (ZeRO-3); return the module.
+
+    Call it on parts first, such as each layer, then on the whole, which takes what is
+    left. A part computes in ``param_dtype``; its gradients are added in float32.
+    """
+    places = []
+    for part in parts_of(module):
+        for name, param in part.named_parameters(recurse=False, remove_duplicate=False):
+            places.append((part, name, param))
+    params = list(dict.fromkeys(param for *_, param in places))
+    if any(hasattr(param, "group") for param in params):
+        raise ValueError("a parameter is in a unit already: shard tied ones together")
+    if len({param.dtype for param in params}) > 1:
+        raise ValueError("the parameters of a unit must have one dtype")
+    group = ranks.group_of(group)
+    share(module.buffers(), group)
+    if params:
+        shards = Shards(params, type(module).__name__, group, param_dtype)
+        module._unit = Unit(module, places, shards, reshard_after_forward)
+    return module
+
+
+@contextmanager
+def no_sync(module):
+    """Let each rank add up whole gradients alone, in backward passes made inside."""
+    units = [part._unit for part in module.modules() if hasattr(part, "_unit")]
+    for unit in units:
+        unit.shards.syncs = False
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.shards.syncs = True
+
+
+@torch.no_grad()
+def clip_grad_norm_(shards, max_norm, group=None):
+    """Scale all ranks' gradients to a norm of at most max_norm; return their norm."""
+    grads = [shard.grad for shard in shards if shard.grad is not None]
+    total = nn.utils.get_total_norm(grads).double().square()
+    ranks.allreduce(total, group=group)
+    norm = total.sqrt()
+    for grad in grads:
+        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+def full_state_dict(module, optimizer):
+    """Return on rank 0 {"model": …, "optimizer": …}, as without shards; else {}."""
+    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+    full = with_each(whole_of, state, module, optimizer)
+    return full if ranks.group_of(None).me == 0 else {}
+
+
+def load_full_state_dict(module, optimizer, state):
+    """Load a full state of any number of ranks; each rank must have it."""
+    state = with_each(part_of, state, module, optimizer)
+    module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def with_each(function, state, module, optimizer):
+    """Return a state with ``function`` of each tensor and of the shard it is for."""
+    own, values = module.state_dict(keep_vars=True), {}
+    params = [p for settings in optimizer.param_groups for p in settings["params"]]
+    model = {name: function(x, own.get(name)) for name, x in state["model"].items()}
+    for i, of_one in state["optimizer"]["state"].items():
+        steps = {name: x for name, x in of_one.items() if name == "step"}
+        values[i] = {name: function(x, params[i]) for name, x in of_one.items()} | steps
+    return {"model": model, "optimizer": {**state["optimizer"], "state": values}}
+
+
+def whole_of(rows, shard):
+    """Return the tensor of which each rank has rows; anything else as it is."""
+    if not hasattr(shard, "group") or rows.shape != shard.shape:
+        return rows
+    return ranks.all_gather(rows, shard.group).view(shard.whole_shape).cpu()
+
+
+def part_of(whole, shard):
+    """Return this rank's rows of a tensor; anything else as it is."""
+    is_cut = hasattr(shard, "group") and whole.shape == shard.whole_shape
+    return rows_of(whole, shard.group) if is_cut else whole
