@@ -41,7 +41,7 @@ def measure(rank: int, world_size: int, names: tuple) -> dict[str, list[float]]:
         return step
 
     ddp, torchs_ddp = DistributedDataParallel, nn.parallel.DistributedDataParallel
-    zero1 = partial(ShardedOptimizer, optimizer_class=adam, averages=True)
+    zero1 = partial(ShardedOptimizer, optimizer_class=adam)
     torchs_zero1 = partial(ZeroRedundancyOptimizer, optimizer_class=adam)
     steps = {
         "DDP": partial(step_of, ddp),
@@ -63,7 +63,7 @@ def main():
     print_ratios(title, seconds, "DDP", {"ZeRO-1": 1.1, "ZeRO-3": 1.35})
     seconds = launch(measure, RANKS, AGAINST_TORCHS, timeout=600)[0]
     seconds[AGAIN] = seconds.pop("torch's again")
-    print_ratios(title, seconds, "torch's fully_shard", {"ZeRO-3": 1.0})
+    print_ratios(title, seconds, "torch's fully_shard", {"ZeRO-3": 0.8})
 
 
 if __name__ == "__main__":

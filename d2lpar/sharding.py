@@ -1,9 +1,9 @@
 """Sharded training: each rank keeps its rows of what data parallelism keeps k times.
 
 ``ShardedOptimizer`` divides the optimiser's state (ZeRO-1), and with a hook gradients
-(ZeRO-2); ``fully_shard`` parameters, too (ZeRO-3). Chapter 11 writes this file. Sources:
-Rajbhandari et al., "ZeRO" (SC 2020), Zhao et al., "PyTorch FSDP" (VLDB 2023), and
-``torch.distributed.fsdp.fully_shard``.
+(ZeRO-2); ``fully_shard`` parameters, too (ZeRO-3). Chapter 11 writes this file.
+Sources: Rajbhandari et al., "ZeRO" (SC 2020), Zhao et al., "PyTorch FSDP" (VLDB 2023),
+and ``torch.distributed.fsdp.fully_shard``.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -109,11 +109,8 @@ class Shards:
             self.sizes[param] = padded(param.data, group.size).shape[1]
             param.whole_shape, param.group = param.shape, group
             param.data, param.grad = rows_of(param, group).clone(), None
-        self.params, self.dtype, self.casts = (
-            params,
-            dtype or params[0].dtype,
-            bool(dtype),
-        )
+        self.params, self.param_dtype = params, dtype
+        self.dtype = dtype or params[0].dtype
 
     @torch.no_grad()
     def gather(self):
@@ -176,10 +173,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Unit:
-    """A module whose parameters, but for those of units in it, are sharded.
-
-    They are whole while it computes. For backward, autograd keeps addresses of them.
-    """
+    """Makes parameters whole while their module computes; autograd keeps addresses."""
 
     def __init__(self, module, places, shards, reshards):
         self.module, self.places, self.shards = module, places, shards
@@ -209,8 +203,8 @@ class Unit:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # private
         pack = partial(self.pack, outer)
         self.hooks.enter_context(saved_tensors_hooks(pack, lambda get: get()))
-        dtype = self.shards.dtype
-        return cast_floats((args, kwargs), dtype) if self.shards.casts else None
+        dtype = self.shards.param_dtype
+        return cast_floats((args, kwargs), dtype) if dtype else None
 
     def close(self, module, args, output):
         """Leave the modules their rows, after they have computed or failed."""
