@@ -317,4 +317,4 @@ def whole_of(rows, shard):
 def part_of(whole, shard):
     """Return this rank's rows of a tensor; anything else as it is."""
     is_cut = hasattr(shard, "group") and whole.shape == shard.whole_shape
-    return rows_of(whole, shard.group) if is_cut else whole
+    return rows_of(whole, shard.group).clone() if is_cut else whole

@@ -93,13 +93,7 @@ def make(
     if name in (*DATA, *SHARDED):
         X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
     if name == "pipeline":
-        forward = model.forward
-
-        def in_region(*args):
-            with region:
-                return forward(*args)
-
-        model.forward = in_region
+        model.forward = _in_region(region, model.forward)
         pipeline = DistributedPipeline(model, _loss, MICROBATCHES, count=len)
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     if name == "ZeRO-1":
@@ -146,6 +140,14 @@ def _wrap(
                 fully_shard(layer)
         return fully_shard(layers)
     return layers
+
+
+def _in_region(region, function):
+    def call(*args):
+        with region:
+            return function(*args)
+
+    return call
 
 
 def _loss(y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

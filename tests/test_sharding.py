@@ -1,0 +1,529 @@
+"""Sharding: the training of DDP and of torch's fully_shard, in the memory of a part."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import LIMIT, attempt, clones, close, everyones, in_ranks, on_ranks, randn
+from torch import nn
+from torch.distributed import fsdp
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
+
+from d2lpar import DistributedDataParallel, GradScaler, count_bytes, launch, ranks
+from d2lpar.memory import peak_memory
+from d2lpar.sharding import (
+    ShardedOptimizer,
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+    load_full_state_dict,
+    no_sync,
+    rows_of,
+)
+
+
+class Model(nn.Module):
+    """Tied, frozen, unused and scalar parameters, a buffer, and odd numbers of rows."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6)
+        layers = nn.LayerNorm(6), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(*layers), nn.Linear(6, 6)])
+        self.blocks[0][1].weight.requires_grad_(False)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(6, affine=False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight, self.around = self.embedding.weight, lambda f, x: f(x)
+        self.to(dtype)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) * self.scale
+        for block in self.blocks:
+            x = x + self.around(block, x)
+        return self.head(self.norm.eval()(self.frozen(x)))
+
+
+TOKENS = torch.arange(60).reshape(60, 1).remainder(11)[:, 0]
+
+
+def groups_of(model):
+    """The usual rule: weight decay for what has two dimensions or more."""
+    params = [*model.parameters()]
+    decay = [param for param in params if param.dim() >= 2]
+    others = [param for param in params if param.dim() < 2]
+    return [{"params": decay, "weight_decay": 0.1}, {"params": others, "lr": 0.05}]
+
+
+def units(model, shard=fully_shard, **options):
+    for part in (*model.blocks, model.frozen, model):
+        shard(part, **options)
+    return model
+
+
+def as_ddp(model, make):
+    return DistributedDataParallel(model), make(groups_of(model))
+
+
+def as_zero1(model, make):
+    return model, ShardedOptimizer(groups_of(model), make.func, **make.keywords)
+
+
+def as_zero2(model, make):
+    model, optimizer = as_zero1(model, make)
+    for param in optimizer.shards:
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(optimizer.reduce)
+    return model, optimizer
+
+
+def as_zero3(model, make, **options):
+    units(model, **options)
+    return model, make(groups_of(model))
+
+
+def as_torchs(model, make):
+    units(model, fsdp.fully_shard)
+    return model, make(groups_of(model))
+
+
+WAYS = as_zero1, as_zero2, as_zero3, partial(as_zero3, reshard_after_forward=False)
+
+
+def trained(way, make, rank, k, dtype, steps=3):
+    """The whole parameters after some steps, and which have no gradient."""
+    model = Model(dtype)
+    net, optimizer = way(model, make)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        tokens = TOKENS[rank::k]
+        F.cross_entropy(net(tokens), tokens).backward()
+        missing = [
+            name for name, param in model.named_parameters() if param.grad is None
+        ]
+        optimizer.step()
+    with torch.no_grad():
+        return [model(TOKENS[:11]), model(TOKENS[:11])], missing
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@in_ranks()
+def test_all_ways_train_as_ddp_does(rank, k):
+    exact = k == 2  # a sum of two has one order
+    for make in partial(SGD, lr=0.1, momentum=0.9), partial(AdamW, lr=0.01):
+        dtype = torch.float32 if exact else torch.float64
+        expected, missing = trained(as_ddp, make, rank, k, dtype)
+        for way in WAYS:
+            found, ours = trained(way, make, rank, k, dtype)
+            close(found, expected, rtol=0, atol=0 if exact else 1e-12)
+            assert ours == missing or way in WAYS[:2]  # ZeRO-1 and 2 free gradients
+
+
+def layers(shard, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
+    for part in (*model[::2], model):
+        shard(part, **options)
+    return model
+
+
+LOW = {"param_dtype": torch.bfloat16}
+POLICY = fsdp.MixedPrecisionPolicy(**LOW, reduce_dtype=torch.float32)
+
+
+@in_ranks(2)
+def test_bits_are_those_of_torchs_fully_shard(rank, k):
+    for mine, torchs in ({}, {}), (LOW, {"mp_policy": POLICY}):
+        found = []
+        for shard, options in (fully_shard, mine), (fsdp.fully_shard, torchs):
+            model = layers(shard, **options)
+            optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for seed in range(3):
+                optimizer.zero_grad()
+                y = model(randn(4, 6, seed=2 * seed + rank, dtype=torch.float32))
+                y.float().square().mean().backward()
+                optimizer.step()
+            found.append(y.detach())
+        assert found[0].dtype == found[1].dtype
+        assert torch.equal(*found)
+
+
+# Memory and messages
+
+
+WIDTH, DEPTH, CLASSES = 128, 6, 10
+
+
+def network():
+    torch.manual_seed(0)
+    pairs = [(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
+    return nn.Sequential(
+        *[part for pair in pairs for part in pair], nn.Linear(WIDTH, CLASSES)
+    )
+
+
+def measured(way, rank, k):
+    """Three steps: the peak in bytes per parameter, the bytes sent in the last one."""
+    count = sum(param.numel() for param in network().parameters())
+
+    def train():
+        nonlocal sent, model
+        model, optimizer = way(network())
+        for _ in range(3):
+            optimizer.zero_grad()
+            with count_bytes() as ledger:
+                model(torch.ones(2, WIDTH)).square().mean().backward()
+                optimizer.step()
+        sent = ledger.sent(rank)
+
+    sent = model = None
+    return peak_memory(train, "cpu") / count, sent, model, count
+
+
+def stage(way, model):
+    optimizer = (
+        ShardedOptimizer if way < 3 else lambda params, make, lr: make(params, lr)
+    )
+    for layer in model[::2] if way >= 3 else ():
+        fully_shard(layer, reshard_after_forward=way == 3)
+    optimizer = optimizer(model.parameters(), AdamW, lr=0.01)
+    for param in model.parameters() if way == 2 else ():
+        param.register_post_accumulate_grad_hook(optimizer.reduce)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("k", [2, 4])
+@in_ranks()
+def test_peaks_and_bytes_are_those_of_the_formulas(rank, k):
+    layer, last = WIDTH * WIDTH + WIDTH, -(-CLASSES // k) * k * (WIDTH + 1)
+    whole = (DEPTH * layer + last) * 4 * (k - 1) / k  # gathered, or reduced, once
+    exact = 4 * (k - 1) / k * (DEPTH * layer + CLASSES * (WIDTH + 1))
+    count = DEPTH * layer + CLASSES * (WIDTH + 1)
+    unit = 4 * layer / count
+    first = 4 * (k - 1) / k * layer  # nobody wants the gradient of the input
+    for way, peak, sent in [
+        (1, 8 + 8 / k + unit / k, None),
+        (2, 4 + 12 / k + unit, None),
+        (3, 16 / k + 2 * unit, 3 * whole - first),
+        (4, 4 + 12 / k + 1.5 * unit, 2 * whole),  # parameters stay whole
+    ]:
+        found, bytes_sent, model, _ = measured(partial(stage, way), rank, k)
+        assert abs(found - peak) < 0.4, (way, found, peak)
+        if sent:
+            assert bytes_sent == sent
+        else:
+            assert 0 <= bytes_sent - 2 * exact <= 8 * k * (WIDTH + 1)
+    kept = {p.grad.untyped_storage() for p in model.parameters()}
+    assert sum(storage.nbytes() for storage in kept) == 4 * (DEPTH * layer + last) / k
+
+
+class Block(nn.Sequential):
+    """A wide part and a layer, after it; ``recompute`` keeps nothing of the part."""
+
+    recomputes = False
+
+    def forward(self, X):
+        wide, last = self
+        return last(recompute(wide, X) if self.recomputes else wide(X))
+
+
+def recompute(part, X):
+    return checkpoint(part, X, use_reentrant=False)
+
+
+def gradients_and_peak(around=False, inside=False, shard=fully_shard):
+    torch.manual_seed(0)
+    wide = [
+        nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 8)) for _ in "abc"
+    ]
+    blocks = [Block(part, nn.Linear(8, 8)) for part in wide]
+    for block in blocks:
+        block.recomputes = inside
+        shard(block)
+    X = torch.ones(64, 8, requires_grad=True)
+
+    def step():
+        output = X
+        for block in blocks:
+            output = recompute(block, output) if around else block(output)
+        output.square().sum().backward()
+
+    peak = peak_memory(step, "cpu")
+    return [param.grad for block in blocks for param in block.parameters()], peak
+
+
+@in_ranks(2)
+def test_a_checkpoint_around_or_inside_a_unit_saves_its_activations(rank, k):
+    expected, most = gradients_and_peak()
+    for where in {"around": True}, {"inside": True}:
+        found, peak = gradients_and_peak(**where)
+        assert all(map(torch.equal, found, expected)), where
+        assert peak < most - 64 * 256 * 4, where  # one block's, of three
+
+
+# What a reader may do
+
+
+def it_begins_with_the_first_ranks_values(rank, k):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model[1].running_mean.normal_()
+    fully_shard(model)
+    with torch.no_grad():
+        first, second = everyones(model.eval()(torch.ones(1, 2)))
+    assert torch.equal(first, second)
+
+
+def dimensions_and_names_stay(rank, k):
+    model, plain = units(Model()), Model()
+    ours = {name: param.dim() for name, param in model.named_parameters()}
+    theirs = {name: max(1, param.dim()) for name, param in plain.named_parameters()}
+    assert ours == theirs
+    optimizer = ShardedOptimizer(groups_of(plain), SGD, lr=1.0)
+    for group, dims in zip(optimizer.param_groups, ([2], [1]), strict=True):
+        assert sorted({shard.dim() for shard in group["params"]}) == dims
+
+
+def after_an_error_in_forward_the_unit_is_closed(rank, k):
+    model = layers(fully_shard)
+    expected = model(torch.ones(2, 6)).detach()
+    assert attempt(model, torch.ones(2, 5))[0] == "RuntimeError"
+    assert all(param.is_leaf for param in model.parameters())
+    assert torch.equal(model(torch.ones(2, 6)), expected)
+
+
+def what_changes_the_rows_is_seen(rank, k):
+    for reshard in True, False:
+        model = layers(fully_shard, reshard_after_forward=reshard)
+        model(torch.ones(2, 6))
+        for param in model.parameters():
+            param.data.fill_(0)
+        assert not model(torch.ones(2, 6)).any()
+
+
+def without_gradients_nothing_is_kept(rank, k):
+    model = layers(fully_shard, reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    assert model[0]._unit.shards.wholes is None
+
+
+def an_optimiser_from_before_trains_the_rows(rank, k):
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    fully_shard(model)
+    before = [param.clone() for param in model.parameters()]
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert all(
+        map(torch.ne, [p.sum() for p in model.parameters()], [b.sum() for b in before])
+    )
+
+
+def a_parameter_has_one_unit_and_a_unit_one_dtype(rank, k):
+    model = fully_shard(nn.Linear(2, 2))
+    tied = nn.Linear(2, 2)
+    tied.weight = model.weight
+    for part in model, tied:
+        assert "is in a unit already" in attempt(fully_shard, part)[1]
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
+    assert "one dtype" in attempt(fully_shard, mixed)[1]
+
+
+def a_gradient_that_only_some_ranks_have_is_named(rank, k):
+    model = fully_shard(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    model.forward = lambda X: model[rank](X)
+    kind, text, *_ = attempt(model(torch.ones(1, 2)).sum().backward)
+    assert kind == "MismatchError" and "gradients [0, 1]" in text
+    parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    optimizer = ShardedOptimizer(parts.parameters(), SGD, lr=1.0)
+    parts[rank](torch.ones(1, 2)).sum().backward()
+    kind, text, *_ = attempt(optimizer.step)
+    assert kind == "MismatchError" and "for parameter 2" in text
+
+
+def as_it_is(part):
+    return part
+
+
+def gradients_add_up(rank, k):
+    """Over backward passes, a retained graph, and calls of a unit in one pass."""
+    X, found = randn(3, 6, seed=rank, dtype=torch.float32), []
+    for shard in fully_shard, as_it_is:
+        model = layers(shard)
+        net = model if shard is fully_shard else DistributedDataParallel(model)
+        loss = (net(X) + net(2 * X)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        net(X).square().mean().backward()
+        found.append([param.grad for param in model.parameters()])
+    group = ranks.group_of(None)
+    whole = [rows_of(grad, group) for grad in found[1]]
+    close(found[0], whole, rtol=1e-6, atol=1e-6)
+
+
+def without_sync_they_wait_for_the_next_pass(rank, k):
+    batches, found = randn(4, 3, 6, dtype=torch.float32), []
+    for waits in True, False:
+        model = layers(fully_shard)
+        with count_bytes() as ledger, no_sync(model) if waits else nullcontext():
+            model(batches[rank]).square().sum().backward()
+        assert all((param.grad is None) == waits for param in model.parameters())
+        model(batches[2 + rank]).square().sum().backward()
+        found.append([clones(p.grad for p in model.parameters()), ledger.sent(rank)])
+    close(found[0][0], found[1][0], rtol=1e-6, atol=1e-6)
+    sizes = [8 * 6 + 8, 6 * 7 + 6]  # of 7 and 5 rows, padded; one half of each is sent
+    assert found[1][1] - found[0][1] == 4 * sum(sizes) / 2
+
+
+def they_are_clipped_by_the_norm_of_all(rank, k):
+    X = randn(3, 6, seed=rank, dtype=torch.float32)
+    plain = layers(as_it_is)
+    net = DistributedDataParallel(plain)
+    net(X).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    model = layers(fully_shard)
+    model(X).square().mean().backward()
+    zero1 = layers(as_it_is)
+    optimizer = ShardedOptimizer(zero1.parameters(), SGD, lr=0.1)
+    zero1(X).square().mean().backward()
+    optimizer.take_gradients()
+    for shards in list(model.parameters()), list(optimizer.shards.values()):
+        norm = clip_grad_norm_(shards, 0.01)
+        close(norm.float(), expected, rtol=1e-6, atol=0)
+        for shard, param in zip(shards, plain.parameters(), strict=True):
+            close(
+                shard.grad,
+                rows_of(param.grad, shard.group),
+                rtol=1e-5,
+                atol=1e-9,
+            )
+
+
+def a_second_derivative_is_refused(rank, k):
+    model, X = layers(fully_shard), torch.ones(2, 6, requires_grad=True)
+    loss = model(X).square().mean()
+    grads = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    assert "once_differentiable" in attempt(grads[0].sum().backward)[1]
+
+
+def zero1_works_with_scaler_scheduler_and_more_groups(rank, k):
+    found = []
+    for sharded in True, False:
+        model = layers(as_it_is)
+        net = model if sharded else DistributedDataParallel(model)
+        make = partial(ShardedOptimizer, optimizer_class=SGD) if sharded else SGD
+        optimizer = make(model[0].parameters(), lr=0.1, momentum=0.9)
+        optimizer.add_param_group({"params": [*model[2].parameters()], "lr": 0.2})
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        scaler = GradScaler(group=dist.group.WORLD, init_scale=4.0)
+        for scale in 1.0, float("inf") if rank else 1.0, 1.0:
+            optimizer.zero_grad()
+            loss = net(randn(3, 6, seed=rank, dtype=torch.float32)).square().mean()
+            scaler.scale(loss * scale).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+        net(torch.ones(1, 6)).sum().backward()  # a batch that is left out
+        optimizer.zero_grad()
+        optimizer.step()
+        found.append([*model.parameters(), torch.tensor(scaler.get_scale())])
+    close(*found, rtol=0, atol=0)
+
+
+def zero2_adds_up_over_backward_passes(rank, k):
+    found = []
+    for way in as_zero1, as_zero2:
+        model, optimizer = way(Model(), partial(SGD, lr=0.1))
+        for _ in range(2):
+            model(TOKENS[rank::k]).square().mean().backward()
+        optimizer.step()
+        found.append([*model.parameters()])
+    close(*found)
+
+
+test_on_two = on_ranks(
+    2,
+    [
+        it_begins_with_the_first_ranks_values,
+        dimensions_and_names_stay,
+        after_an_error_in_forward_the_unit_is_closed,
+        what_changes_the_rows_is_seen,
+        without_gradients_nothing_is_kept,
+        an_optimiser_from_before_trains_the_rows,
+        a_parameter_has_one_unit_and_a_unit_one_dtype,
+        a_gradient_that_only_some_ranks_have_is_named,
+        gradients_add_up,
+        without_sync_they_wait_for_the_next_pass,
+        they_are_clipped_by_the_norm_of_all,
+        a_second_derivative_is_refused,
+        zero1_works_with_scaler_scheduler_and_more_groups,
+        zero2_adds_up_over_backward_passes,
+    ],
+)
+
+
+# Saving
+
+
+def tensors_of(state):
+    of_params = [values for _, values in sorted(state["optimizer"]["state"].items())]
+    values = [value for of_one in of_params for value in of_one.values()]
+    return [*state["model"].values(), *values]
+
+
+def save_load_and_train(rank, k, way, state, steps):
+    """Load what others have saved, make some steps, and save."""
+    model, optimizer = way(Model(), partial(AdamW, lr=0.01))
+    if state:
+        load_full_state_dict(model, optimizer, state)
+        kept = [x for of_one in optimizer.state.values() for x in of_one.values()]
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in kept)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        tokens = TOKENS[rank::k]
+        F.cross_entropy(model(tokens), tokens).backward()
+        optimizer.step()
+    return full_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize("way", [as_zero1, as_zero3])
+def test_a_state_is_loaded_by_any_number_of_ranks_or_one(way):
+    run = partial(launch, save_load_and_train, timeout=LIMIT)
+    state, nothing = run(2, way, None, 2)
+    assert nothing == {}
+    for k in 1, 3, 4:
+        again = run(k, way, state, 0)[0]
+        close(tensors_of(again), tensors_of(state), rtol=0, atol=0)
+        assert again["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    expected = run(2, way, state, 1)[0]["model"]
+    model = Model()
+    optimizer = AdamW(groups_of(model), lr=0.01)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    F.cross_entropy(model(TOKENS), TOKENS).backward()
+    optimizer.step()
+    close([*model.state_dict().values()], [*expected.values()])
+
+
+@pytest.mark.gpu
+@in_ranks(2)
+def test_two_ranks_on_a_gpu_train_as_on_cpus(rank, k):
+    for way in WAYS:
+        found = []
+        for device in "cpu", "cuda":
+            model = Model().to(device)
+            net, optimizer = way(model, partial(AdamW, lr=0.01))
+            for _ in range(2):
+                optimizer.zero_grad()
+                tokens = TOKENS[rank::k].to(device)
+                F.cross_entropy(net(tokens), tokens).backward()
+                optimizer.step()
+            found.append([param.cpu() for param in model.parameters()])
+        close(*found)
