@@ -181,6 +181,7 @@ def count_step(
     )
     state = [x for values in method.optimizer.state.values() for x in values.values()]
     params = method.optimizer.param_groups[0]["params"]
+    params = list(getattr(method.optimizer, "shards", params))  # whole ones, in ZeRO-1
     held = sum(x.nbytes for x in params + state if isinstance(x, torch.Tensor))
     return Counts(sent, messages, held, None if name == "DataParallel" else peak)
 
