@@ -70,8 +70,8 @@ class autocast(TorchFunctionMode):
 
     def to_low(self, x):
         """Return a tensor in 16 bits; anything else as it is."""
-        if not self.is_cast(x) or not (x.is_leaf and x.requires_grad):
-            return x.to(self.dtype) if self.is_cast(x) else x
+        if not self.is_castable(x) or not (x.is_leaf and x.requires_grad):
+            return x.to(self.dtype) if self.is_castable(x) else x
         if (x, self.dtype) not in self.casts:  # a weight is cast once
             with torch.enable_grad():  # its next use may need gradients
                 self.casts[x, self.dtype] = x.to(self.dtype)
@@ -79,9 +79,9 @@ class autocast(TorchFunctionMode):
 
     def to_float32(self, x):
         """Return a tensor in 32 bits; anything else as it is."""
-        return x.float() if self.is_cast(x) else x
+        return x.float() if self.is_castable(x) else x
 
-    def is_cast(self, x):
+    def is_castable(self, x):
         """Tell whether this is a tensor of the region's device, of 16 or 32 bits."""
         is_here = isinstance(x, torch.Tensor) and x.device.type == self.device_type
         return is_here and x.dtype in (torch.float32, *LOW_DTYPES)
@@ -233,10 +233,11 @@ def cast_model(model, dtype, keep_batch_norm):
     """Cast weights, buffers and what the model will get; it will return float32."""
     for part in model.modules():
         if not (keep_batch_norm and isinstance(part, _BatchNorm)):
-            for tensor in [*part.parameters(False), *part.buffers(False)]:
+            own = *part.parameters(recurse=False), *part.buffers(recurse=False)
+            for tensor in own:  # the optimiser has them: they stay the same objects
                 tensor.data = cast_floats(tensor.data, dtype)
     model.register_forward_pre_hook(
-        lambda _, *inputs: cast_floats(inputs, dtype), with_kwargs=True
+        lambda _, args, kwargs: cast_floats((args, kwargs), dtype), with_kwargs=True
     )
     model.register_forward_hook(lambda _, args, out: cast_floats(out, torch.float32))
 

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
@@ -166,9 +165,10 @@ class Gathered(torch.autograd.Function):
         return tuple(wholes)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         """Return this rank's rows of their mean gradients."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("sharded parameters have no second derivatives")
         return None, *ctx.shards.reduce(grads)
 
 
