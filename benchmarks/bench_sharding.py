@@ -17,7 +17,7 @@ def measure(rank: int, world_size: int, names: tuple) -> dict[str, list[float]]:
     """Return each round's seconds of the ways to keep a part of the state, or more."""
     import torch
     from torch import nn
-    from torch.distributed import fsdp
+    from torch.distributed import fsdp, init_device_mesh
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     from d2lpar import DistributedDataParallel, ShardedOptimizer, fully_shard
@@ -42,6 +42,8 @@ def measure(rank: int, world_size: int, names: tuple) -> dict[str, list[float]]:
 
     ddp, torchs_ddp = DistributedDataParallel, nn.parallel.DistributedDataParallel
     zero1 = partial(ShardedOptimizer, optimizer_class=adam)
+    mesh = init_device_mesh("cpu", (world_size,))
+    torchs_fsdp = partial(fsdp.fully_shard, mesh=mesh)
     torchs_zero1 = partial(ZeroRedundancyOptimizer, optimizer_class=adam)
     steps = {
         "DDP": partial(step_of, ddp),
@@ -50,8 +52,8 @@ def measure(rank: int, world_size: int, names: tuple) -> dict[str, list[float]]:
         "ZeRO-1": partial(step_of, optimizer=zero1),
         "torch's ZeRO-1": partial(step_of, torchs_ddp, optimizer=torchs_zero1),
         "ZeRO-3": partial(step_of, shard=fully_shard),
-        "torch's fully_shard": partial(step_of, shard=fsdp.fully_shard),
-        "torch's again": partial(step_of, shard=fsdp.fully_shard),
+        "torch's fully_shard": partial(step_of, shard=torchs_fsdp),
+        "torch's again": partial(step_of, shard=torchs_fsdp),
     }
     return methods.time_in_turn({name: steps[name]() for name in names}, 30, 5)
 

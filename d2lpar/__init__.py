@@ -28,7 +28,13 @@ from .devices import (
 )
 from .losses import ChunkedLoss, DataParallelCriterion, DataParallelModel
 from .memory import peak_memory, saved_memory
-from .mixed_precision import GradScaler, MasterWeights, autocast, initialize
+from .mixed_precision import (
+    GradScaler,
+    MasterWeights,
+    autocast,
+    initialize,
+    round_to_fp8,
+)
 from .pipeline import (
     Action,
     DistributedPipeline,
@@ -62,6 +68,7 @@ from .sharding import (
     full_state_dict,
     fully_shard,
     load_full_state_dict,
+    no_sync,
 )
 from .tensor_parallel import (
     ColumnParallelLinear,
