@@ -17,6 +17,7 @@ from d2lpar import (
     MasterWeights,
     autocast,
     initialize,
+    ranks,
     round_to_fp8,
 )
 from d2lpar.mixed_precision import FULL, FULL_ON_GPUS, LEVELS, LOW, LOW_DTYPES
@@ -266,10 +267,8 @@ def test_where_no_scale_helps_there_is_an_error():
 @in_ranks(2)
 def test_ranks_of_the_group_skip_together(rank, k):
     for group, skips in ((ranks.group_of(None), True), (None, rank == 1)):
-        scaler, (w, optimizer) = (
-            GradScaler(group=group),
-            trained(math.inf if rank else 1.0),
-        )
+        scaler, gradient = GradScaler(group=group), math.inf if rank else 1.0
+        w, optimizer = trained(gradient)
         scaler.step(optimizer)
         scaler.update()
         assert (scaler.get_scale() == 2.0**15) == w.eq(1).all() == skips
