@@ -39,10 +39,9 @@ def padded(tensor, k):
 class ShardedOptimizer(torch.optim.Optimizer):
     """Updates this rank's rows of each parameter, then gathers those of all (ZeRO-1).
 
-    It also averages the gradients, of which a rank gets its rows: the model needs no
-    DistributedDataParallel. The optimiser within must treat each number alone, as SGD
-    and Adam do. To clip, call ``take_gradients``, then ``clip_grad_norm_``. As a hook
-    of each parameter, ``reduce`` frees gradients during backward (ZeRO-2).
+    It also begins with the first rank's parameters and averages gradients, as DDP does.
+    The optimiser within must treat each number alone, as SGD and Adam do. To clip, call
+    ``take_gradients`` first. As a hook of each parameter, ``reduce`` makes it ZeRO-2.
     """
 
     def __init__(self, params, optimizer_class, *, group=None, **defaults):
@@ -54,11 +53,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, settings):
         """Let the optimiser within train this rank's rows of more parameters."""
-        for param in settings["params"]:
+        params = list(settings["params"])
+        share(params, self.group)
+        for param in params:
             shard = nn.Parameter(rows_of(param, self.group), param.requires_grad)
             shard.whole_shape, shard.group = param.shape, self.group
             self.shards[param], shard.number = shard, len(self.shards)
-        own = [self.shards[param] for param in settings["params"]]
+        own = [self.shards[param] for param in params]
         self.inner.add_param_group({**settings, "params": own})
 
     def reduce(self, param):
@@ -72,9 +73,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def take_gradients(self):
         """Reduce all gradients; ``step`` does it if you do not."""
-        for param in self.shards:
-            if param.grad is not None:
-                self.reduce(param)
+        for param in [param for param in self.shards if param.grad is not None]:
+            self.reduce(param)
 
     @torch.no_grad()
     def step(self):
@@ -120,9 +120,8 @@ class Shards:
         with self.group.saying(self.name):
             lines = ranks.all_gather(torch.cat(own).to(self.dtype), self.group)
         parts = lines.view(self.group.size, -1).split([*self.sizes.values()], dim=1)
-        self.wholes = []
-        for part, shape in zip(parts, [param.whole_shape for param in self.params]):
-            self.wholes.append(part.reshape(-1)[: shape.numel()].view(shape))
+        pairs = zip(parts, [param.whole_shape for param in self.params])
+        self.wholes = [x.reshape(-1)[: s.numel()].view(s) for x, s in pairs]
 
     def at(self, i, *address):
         """Return what lies at an address in parameter i."""
@@ -212,8 +211,7 @@ class Unit:
             self.opener = None
             self.hooks.close()
             self.place(self.shards.params)
-            frees = self.reshards or not torch.is_grad_enabled()
-            if frees and not self.in_backward:
+            if not self.in_backward and (self.reshards or not torch.is_grad_enabled()):
                 self.shards.wholes = None
 
     def pack(self, outer, tensor):
@@ -308,10 +306,11 @@ def with_each(function, state, module, optimizer):
 
 
 def whole_of(rows, shard):
-    """Return the tensor of which each rank has rows; anything else as it is."""
+    """Return on rank 0 what each rank has rows of; anything else as it is."""
     if not hasattr(shard, "group") or rows.shape != shard.shape:
         return rows
-    return ranks.all_gather(rows, shard.group).view(shard.whole_shape).cpu()
+    whole = ranks.all_gather(rows, shard.group).view(shard.whole_shape)
+    return whole.cpu() if shard.group.me == 0 else None
 
 
 def part_of(whole, shard):
