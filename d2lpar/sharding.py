@@ -105,7 +105,7 @@ class Shards:
         self.wholes, self.kept, self.syncs, self.sizes = None, {}, True, {}
         share(params, group)
         for param in params:
-            self.sizes[param] = padded(param.data, group.size).shape[1]
+            self.sizes[param] = padded(param.data.to("meta"), group.size).shape[1]
             param.whole_shape, param.group = param.shape, group
             param.data, param.grad = rows_of(param, group).clone(), None
         self.params, self.param_dtype = params, dtype
