@@ -28,7 +28,7 @@ FULL = """
     cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div
     binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss
     cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss
-    triplet_margin_loss prod cdist
+    multi_margin_loss triplet_margin_loss prod cdist
 """
 FULL_ON_GPUS = """
     exp expm1 log log2 log10 log1p pow __pow__ __rpow__ square rsqrt reciprocal
@@ -42,12 +42,10 @@ class autocast(TorchFunctionMode):
     """A region in which each of torch's functions chooses its precision.
 
     As in ``torch.autocast``, those in LOW compute in ``dtype``, those in FULL in
-    float32, all others in what they are given. A weight is cast once: end the region
-    before the optimiser's step. With ``emulate``, LOW functions compute in float32 from
-    rounded arguments, and round the result, as a GPU's matrix units do.
-
-    torch's also casts inside of functions such as tensordot and nn.MultiheadAttention,
-    and on CPUs has linear algebra, Fourier transforms and 3-d pools in float32.
+    float32, all others in what they are given. End the region before the optimiser's
+    step, since it keeps casts of weights. With ``emulate``, LOW functions compute in
+    float32, and round arguments and result. torch's also casts inside functions such as
+    nn.LSTM; on CPUs linear algebra, FFTs, sampling, padding, 3-d pools are in float32.
     """
 
     def __init__(self, device_type="cpu", dtype=None, enabled=True, *, emulate=False):
@@ -70,8 +68,10 @@ class autocast(TorchFunctionMode):
 
     def to_low(self, x):
         """Return a tensor in 16 bits; anything else as it is."""
-        if not self.is_castable(x) or not (x.is_leaf and x.requires_grad):
-            return x.to(self.dtype) if self.is_castable(x) else x
+        if not self.is_castable(x):
+            return x
+        if not (x.is_leaf and x.requires_grad) or torch.is_inference_mode_enabled():
+            return x.to(self.dtype)
         if (x, self.dtype) not in self.casts:  # a weight is cast once
             with torch.enable_grad():  # its next use may need gradients
                 self.casts[x, self.dtype] = x.to(self.dtype)
@@ -257,6 +257,6 @@ def round_to_fp8(x, dtype=torch.float8_e4m3fn, dim=()):
 
     All of ``x`` has one scale; with ``dim``, each slice along it has its own.
     """
-    largest = x.abs().amax(dim, keepdim=True).clamp(min=1e-30)
+    largest = x.abs().float().amax(dim, keepdim=True).clamp(min=1e-30)
     scale = torch.finfo(dtype).max / largest
-    return (x * scale).to(dtype).to(x.dtype) / scale
+    return ((x * scale).to(dtype).float() / scale).to(x.dtype)

@@ -192,7 +192,7 @@ class Unit:
         if self.opener is not None:
             return None
         self.opener = module
-        self.in_backward = torch._C._current_graph_task_id() >= 0  # private
+        self.in_backward = torch._C._current_graph_task_id() >= 0  # private: else -1
         if not self.in_backward:
             self.shards.wholes = None  # the rows may have changed
         self.shards.gather()

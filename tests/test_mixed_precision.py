@@ -82,7 +82,10 @@ CALLS = [  # every name of the CPU's lists, in all its spellings, and what is in
     ([F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss], of_shapes(T, T)),
     ([F.poisson_nll_loss, F.binary_cross_entropy, KL_DIV], of_shapes(T, T)),
     ([F.binary_cross_entropy_with_logits, torch.cdist], of_shapes(T, T)),
-    ([F.cross_entropy, F.nll_loss], [*of_shapes((4, 5)), torch.arange(4)]),
+    (
+        [F.cross_entropy, F.nll_loss, F.multi_margin_loss],
+        [*of_shapes((4, 5)), torch.arange(4)],
+    ),
     ([F.cosine_embedding_loss], [*of_shapes((4, 5), (4, 5)), torch.ones(4)]),
     ([F.margin_ranking_loss], [*of_shapes(T, T), torch.ones(T)]),
     ([F.hinge_embedding_loss, F.soft_margin_loss], [*of_shapes(T), torch.ones(T)]),
@@ -179,8 +182,8 @@ def test_a_weight_is_cast_once_and_forgotten_with_the_region():
         weight, outer = W.clone().requires_grad_(), make("cpu")
         for _ in range(2):
             with outer:
-                with torch.no_grad():
-                    X @ weight
+                torch.no_grad()(torch.matmul)(X, weight)
+                torch.inference_mode()(torch.matmul)(X, weight)
                 y = X @ weight
                 with make("cpu"):
                     y = y @ weight  # their gradients add up in 16 bits
@@ -383,9 +386,6 @@ def test_o2_averages_over_ranks_before_its_masters_step(rank, k):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-# Eight bits
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_keeps_the_largest_and_rounds_by_half_a_gap(dtype):
     x = torch.randn(64, 32) * torch.logspace(-20, 20, 64)[:, None]
@@ -396,4 +396,4 @@ def test_fp8_keeps_the_largest_and_rounds_by_half_a_gap(dtype):
     error = ((y - x) / x).abs()[normal].max()
     assert 0.4 < error / torch.finfo(dtype).eps <= 0.501
     assert (round_to_fp8(x, dtype)[0] == 0).all()  # one scale for all of them
-    assert torch.equal(round_to_fp8(torch.zeros(3), dtype), torch.zeros(3))
+    assert not round_to_fp8(torch.zeros(3).half(), dtype).any()
