@@ -41,11 +41,11 @@ innermost = ContextVar("innermost", default=None)  # the region that decides
 class autocast(TorchFunctionMode):
     """A region in which each of torch's functions chooses its precision.
 
-    As in ``torch.autocast``, those in LOW compute in ``dtype``, those in FULL in
-    float32, all others in what they are given. End the region before the optimiser's
-    step, since it keeps casts of weights. With ``emulate``, LOW functions compute in
-    float32, and round arguments and result. torch's also casts inside functions such as
-    nn.LSTM; on CPUs linear algebra, FFTs, sampling, padding, 3-d pools are in float32.
+    As in ``torch.autocast``, LOW functions compute in ``dtype``, FULL ones in float32,
+    all others in what they are given. End the region before the optimiser's step: it
+    keeps casts of weights. With ``emulate``, LOW functions compute in float32, but
+    round arguments and result. Only torch's casts in nn.MultiheadAttention, nn.LSTM and
+    recomputation, and linear algebra, FFTs, sampling, padding and 3-d pools.
     """
 
     def __init__(self, device_type="cpu", dtype=None, enabled=True, *, emulate=False):
@@ -57,7 +57,7 @@ class autocast(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function.__name__
-        if not self.enabled or innermost.get() is not self:
+        if not self.enabled or innermost.get() is not self or "out" in kwargs:
             return function(*args, **kwargs)
         if name in self.low:
             args, kwargs = tree_map(self.to_low, (args, kwargs))
@@ -176,8 +176,15 @@ class MasterWeights:
                     master = nn.Parameter(w.detach().float(), w.requires_grad)
                     self.master_of[w] = group["params"][i] = master
         optimizer.take_gradients = self.take_gradients  # for GradScaler.unscale_
+        self.zero_masters, optimizer.zero_grad = optimizer.zero_grad, self.zero_grad
         optimizer.register_step_pre_hook(self.take_gradients)
         optimizer.register_step_post_hook(self.write_weights)
+
+    def zero_grad(self, set_to_none=True):
+        """Forget the gradients of masters and weights."""
+        self.zero_masters()
+        for w in self.master_of:
+            w.grad = None
 
     @torch.no_grad()
     def take_gradients(self, *_):
