@@ -2,15 +2,13 @@
 
 ``ShardedOptimizer`` divides the optimiser's state (ZeRO-1), and with a hook gradients
 (ZeRO-2); ``fully_shard`` parameters, too (ZeRO-3). Chapter 11 writes this file.
-Sources: Rajbhandari et al., "ZeRO" (SC 2020), Zhao et al., "PyTorch FSDP" (VLDB 2023),
-and ``torch.distributed.fsdp.fully_shard``.
+Sources: Rajbhandari et al., "ZeRO" (SC 2020), Zhao et al., "PyTorch FSDP" (VLDB 2023).
 """
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
@@ -56,7 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = list(settings["params"])
         share(params, self.group)
         for param in params:
-            shard = nn.Parameter(rows_of(param, self.group), param.requires_grad)
+            shard = torch.nn.Parameter(rows_of(param, self.group), param.requires_grad)
             shard.whole_shape, shard.group = param.shape, self.group
             self.shards[param], shard.number = shard, len(self.shards)
         own = [self.shards[param] for param in params]
@@ -166,8 +164,6 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         """Return this rank's rows of their mean gradients."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("sharded parameters have no second derivatives")
         return None, *ctx.shards.reduce(grads)
 
 
@@ -202,8 +198,7 @@ class Unit:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # private
         pack = partial(self.pack, outer)
         self.hooks.enter_context(saved_tensors_hooks(pack, lambda get: get()))
-        dtype = self.shards.param_dtype
-        return cast_floats((args, kwargs), dtype) if dtype else None
+        return cast_floats((args, kwargs), self.shards.param_dtype)
 
     def close(self, module, args, output):
         """Leave the modules their rows, after they have computed or failed."""
@@ -223,7 +218,14 @@ class Unit:
                 return partial(self.shards.at, i, *address)
         if outer is not None:  # such as a checkpoint's
             return partial(outer[1], outer[0](tensor))
-        return lambda: tensor
+        return partial(unchanged, tensor.detach(), tensor._version)
+
+
+def unchanged(tensor, version):
+    """Return a tensor that was kept for backward; RuntimeError if it was changed."""
+    if tensor._version != version:
+        raise RuntimeError("a tensor that backward needs was changed in place")
+    return tensor
 
 
 def parts_of(module):
@@ -272,12 +274,11 @@ def no_sync(module):
 def clip_grad_norm_(shards, max_norm, group=None):
     """Scale all ranks' gradients to a norm of at most max_norm; return their norm."""
     grads = [shard.grad for shard in shards if shard.grad is not None]
-    total = nn.utils.get_total_norm(grads).double().square()
+    total = torch.nn.utils.get_total_norm(grads).double().square()
     ranks.allreduce(total, group=group)
-    norm = total.sqrt()
     for grad in grads:
-        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
-    return norm
+        grad.mul_((max_norm / (total.sqrt() + 1e-6)).clamp(max=1))
+    return total.sqrt()
 
 
 def full_state_dict(module, optimizer):
