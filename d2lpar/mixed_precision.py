@@ -102,8 +102,7 @@ class autocast(TorchFunctionMode):
 class GradScaler:
     """Scales a loss so that small gradients do not vanish, and chooses the scale.
 
-    Steps, skips and scales are those of ``torch.amp.GradScaler``. With ``group``, its
-    ranks skip a step together: they must where each has gradients of its own.
+    As ``torch.amp.GradScaler``; with ``group``, its ranks skip a step together.
     """
 
     def __init__(
@@ -150,7 +149,8 @@ class GradScaler:
 
     def update(self):
         """Halve the scale after an overflow, double it after many good steps."""
-        overflow, self.overflows = any(self.overflows), []
+        overflow = any([*self.overflows, *self.unscaled.values()])
+        self.overflows, self.unscaled = [], {}
         self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
             self.factor /= 2

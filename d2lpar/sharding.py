@@ -133,7 +133,7 @@ class Shards:
             if grad is not None:
                 grad, kept = grad.to(wide(self.dtype)), self.kept.get(param)
                 self.kept[param] = grad if kept is None else kept + grad
-        rows = self.mean_rows() if self.syncs else {}
+        rows = self.mean_rows() if self.syncs and self.kept else {}
         return [rows.get(param) for param in self.params]
 
     def mean_rows(self):
