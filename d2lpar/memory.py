@@ -79,7 +79,7 @@ def saved_memory(function, without=()) -> tuple:
 
     def pack(tensor):
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # the tensor itself would keep its graph alive
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function()
