@@ -42,10 +42,10 @@ class autocast(TorchFunctionMode):
     """A region in which each of torch's functions chooses its precision.
 
     As in ``torch.autocast``, LOW functions compute in ``dtype``, FULL ones in float32,
-    all others in what they are given. End the region before the optimiser's step: it
-    keeps casts of weights. With ``emulate``, LOW functions compute in float32, but
-    round arguments and result. Only torch's casts in nn.MultiheadAttention, nn.LSTM and
-    recomputation, and linear algebra, FFTs, sampling, padding and 3-d pools.
+    others in what they get. End it before the optimiser's step: it keeps casts of
+    weights. With ``emulate``, LOW functions compute in float32, from rounded arguments,
+    and round. torch's also casts inside nn.LSTM, nn.MultiheadAttention, checkpoints;
+    linear algebra, FFTs, quantiles, sampling, padding, 3-d pools, CTC, multilabel loss.
     """
 
     def __init__(self, device_type="cpu", dtype=None, enabled=True, *, emulate=False):
