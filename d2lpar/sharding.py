@@ -103,7 +103,7 @@ class Shards:
         self.wholes, self.kept, self.syncs, self.sizes = None, {}, True, {}
         share(params, group)
         for param in params:
-            self.sizes[param] = padded(param.data.to("meta"), group.size).shape[1]
+            self.sizes[param] = padded(param.data, group.size).shape[1]
             param.whole_shape, param.group = param.shape, group
             param.data, param.grad = rows_of(param, group).clone(), None
         self.params, self.param_dtype = params, dtype
@@ -156,7 +156,7 @@ class Gathered(torch.autograd.Function):
         """Return the whole parameters."""
         ctx.shards = shards
         ctx.set_materialize_grads(False)  # None for a parameter that was not used
-        wholes = [whole.view_as(whole) for whole in shards.wholes]
+        wholes = [whole.view_as(whole) for whole in shards.wholes]  # they get a graph
         frozen = [w for w, param in zip(wholes, params) if not param.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return tuple(wholes)
@@ -194,7 +194,7 @@ class Unit:
         self.shards.gather()
         self.place(Gathered.apply(self.shards, *self.shards.params))
         if module is not self.module:
-            return None
+            return None  # pack would take tensors from the checkpoint that runs it
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # private
         pack = partial(self.pack, outer)
         self.hooks.enter_context(saved_tensors_hooks(pack, lambda get: get()))
@@ -301,7 +301,7 @@ def with_each(function, state, module, optimizer):
     params = [p for settings in optimizer.param_groups for p in settings["params"]]
     model = {name: function(x, own.get(name)) for name, x in state["model"].items()}
     for i, of_one in state["optimizer"]["state"].items():
-        steps = {name: x for name, x in of_one.items() if name == "step"}
+        steps = {name: x for name, x in of_one.items() if name == "step"}  # never cut
         values[i] = {name: function(x, params[i]) for name, x in of_one.items()} | steps
     return {"model": model, "optimizer": {**state["optimizer"], "state": values}}
 
