@@ -38,8 +38,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Updates this rank's rows of each parameter, then gathers those of all (ZeRO-1).
 
     It also begins with the first rank's parameters and averages gradients, as DDP does.
-    The optimiser within must treat each number alone, as SGD and Adam do. To clip, call
-    ``take_gradients`` first. As a hook of each parameter, ``reduce`` makes it ZeRO-2.
+    The optimiser within must treat each number alone, as Adam does. Before you clip
+    ``param_groups``, call ``take_gradients``. ``reduce`` as a hook makes it ZeRO-2.
     """
 
     def __init__(self, params, optimizer_class, *, group=None, **defaults):
