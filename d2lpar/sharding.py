@@ -45,7 +45,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(self, params, optimizer_class, *, group=None, **defaults):
         self.group, self.shards = ranks.group_of(group), {}  # by parameter
         self.inner = optimizer_class(params, **defaults)
-        groups, self.inner.param_groups = self.inner.param_groups, []
+        groups, self.inner.param_groups = self.inner.param_groups, []  # to be cut
         super().__init__(groups, self.inner.defaults)  # it adds each of them
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
