@@ -43,16 +43,17 @@ class autocast(TorchFunctionMode):
 
     As in ``torch.autocast``, LOW functions compute in ``dtype``, FULL ones in float32,
     others in what they get. End it before the optimiser's step: it keeps casts of
-    weights. With ``emulate``, LOW functions compute in float32, from rounded arguments,
-    and round. torch's also casts inside nn.LSTM, nn.MultiheadAttention, checkpoints;
-    linear algebra, FFTs, quantiles, sampling, padding, 3-d pools, CTC, multilabel loss.
+    weights. With ``emulate``, LOW ones compute in float32, from rounded arguments, and
+    round. torch's also casts in nn.LSTM, nn.MultiheadAttention, checkpoints; linear
+    algebra, FFTs, quantiles, sampling, padding, 3-d pools, CTC, multilabel loss.
     """
 
     def __init__(self, device_type="cpu", dtype=None, enabled=True, *, emulate=False):
         super().__init__()
-        self.device_type, self.enabled, self.emulate = device_type, enabled, emulate
-        self.dtype = dtype or {"cpu": torch.bfloat16}.get(device_type, torch.float16)
-        full = FULL if device_type == "cpu" else FULL + FULL_ON_GPUS
+        kind = torch.device(device_type).type
+        self.device_type, self.enabled, self.emulate = kind, enabled, emulate
+        self.dtype = dtype or (torch.bfloat16 if kind == "cpu" else torch.float16)
+        full = FULL if kind == "cpu" else FULL + FULL_ON_GPUS
         self.low, self.full, self.tokens = set(LOW.split()), set(full.split()), []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -87,8 +88,7 @@ class autocast(TorchFunctionMode):
         return is_here and x.dtype in (torch.float32, *LOW_DTYPES)
 
     def __enter__(self):
-        around = innermost.get()
-        self.casts = around.casts if around else {}
+        self.casts = getattr(innermost.get(), "casts", {})  # of the region around
         self.tokens.append(innermost.set(self))
         return super().__enter__()
 
@@ -127,10 +127,10 @@ class GradScaler:
         """Divide an optimiser's gradients by the scale, before you clip them."""
         if optimizer in self.unscaled:
             raise RuntimeError("unscale_ was called already since the last step")
-        if hasattr(optimizer, "take_gradients"):  # to its master weights
+        if hasattr(optimizer, "take_gradients"):  # to masters or shards
             optimizer.take_gradients()
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        grads = [param.grad for param in params if param.grad is not None]
+        grads = [p.grad for p in params if p.grad is not None and p.numel()]  # has rows
         if self.enabled and torch.float16 in {grad.dtype for grad in grads}:
             raise ValueError("float16 gradients vanish unscaled: use MasterWeights")
         for grad in grads:
@@ -167,6 +167,8 @@ class MasterWeights:
     """
 
     def __init__(self, optimizer):
+        if hasattr(optimizer, "take_gradients"):
+            raise ValueError("the optimiser has masters or shards already")
         if optimizer.state:
             raise ValueError("the optimiser has made steps: give it masters before")
         self.master_of = {}
@@ -180,7 +182,7 @@ class MasterWeights:
         optimizer.register_step_pre_hook(self.take_gradients)
         optimizer.register_step_post_hook(self.write_weights)
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self):
         """Forget the gradients of masters and weights."""
         self.zero_masters()
         for w in self.master_of:
@@ -193,14 +195,14 @@ class MasterWeights:
             if not torch.equal(w, master.to(w.dtype)):  # a checkpoint was loaded
                 master.copy_(w)
             if w.grad is not None:
-                master.grad, w.grad = w.grad.float(), None
+                grad, w.grad = w.grad.float(), None
+                master.grad = grad if master.grad is None else master.grad + grad
 
     @torch.no_grad()
     def write_weights(self, *_):
         """Round the masters into the weights: after a step."""
         for w, master in self.master_of.items():
             w.copy_(master)
-            master.grad = None
 
 
 class Level(NamedTuple):

@@ -45,24 +45,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(self, params, optimizer_class, *, group=None, **defaults):
         self.group, self.shards = ranks.group_of(group), {}  # by parameter
         self.inner = optimizer_class(params, **defaults)
-        groups, self.inner.param_groups = self.inner.param_groups, []  # to be cut
-        super().__init__(groups, self.inner.defaults)  # it adds each of them
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        super().__init__(self.inner.param_groups, self.inner.defaults)
 
     def add_param_group(self, settings):
         """Let the optimiser within train this rank's rows of more parameters."""
-        params = list(settings["params"])
-        share(params, self.group)
-        for param in params:
+        params = settings["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        new = [param for param in params if param not in self.shards]
+        share(new, self.group)
+        for param in new:
             shard = torch.nn.Parameter(rows_of(param, self.group), param.requires_grad)
             shard.whole_shape, shard.group = param.shape, self.group
             self.shards[param], shard.number = shard, len(self.shards)
         own = [self.shards[param] for param in params]
-        self.inner.add_param_group({**settings, "params": own})
+        super().add_param_group({**settings, "params": own})
 
     def reduce(self, param):
         """Give the shard its rows of the mean gradient, and free the gradient."""
         shard, lines = self.shards[param], padded(param.grad, self.group.size)
+        shard.data = rows_of(param, self.group)  # it may have new memory by now
         with self.group.saying(f" for parameter {shard.number}"):
             own = ranks.reduce_scatter(lines, "mean", self.group).flatten()
         own = own[: shard.numel()].view_as(shard)
@@ -71,28 +72,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def take_gradients(self):
         """Reduce all gradients; ``step`` does it if you do not."""
-        for param in [param for param in self.shards if param.grad is not None]:
-            self.reduce(param)
+        for param in self.shards:
+            if param.grad is not None:
+                self.reduce(param)
 
     @torch.no_grad()
     def step(self):
         """Update this rank's rows, and give the parameters those of all ranks."""
         self.take_gradients()
+        self.inner.param_groups, self.inner.state = self.param_groups, self.state
         self.inner.step()
         for param, shard in self.shards.items():
             if shard.grad is not None:
                 param.copy_(ranks.all_gather(shard, self.group).view_as(param))
-                shard.grad = None
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self):
         """Forget the gradients of parameters and shards."""
         for param, shard in self.shards.items():
             param.grad = shard.grad = None
-
-    def load_state_dict(self, state):
-        """Load the state of this rank's rows."""
-        self.inner.load_state_dict(state)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
 
 class Shards:
@@ -212,7 +209,7 @@ class Unit:
     def pack(self, outer, tensor):
         """Return a function for autograd to keep: it returns the tensor."""
         memory = tensor.untyped_storage().data_ptr()
-        for i, whole in enumerate(self.shards.wholes if self.reshards else ()):
+        for i, whole in enumerate(self.shards.wholes):
             if memory == whole.untyped_storage().data_ptr():
                 address = tensor.shape, tensor.stride(), tensor.storage_offset()
                 return partial(self.shards.at, i, *address)
@@ -253,7 +250,7 @@ def fully_shard(module, *, group=None, reshard_after_forward=True, param_dtype=N
     share(module.buffers(), group)
     if params:
         shards = Shards(params, type(module).__name__, group, param_dtype)
-        module._unit = Unit(module, places, shards, reshard_after_forward)
+        module._unit = Unit(module, places, shards, reshard_after_forward is not False)
     return module
 
 
@@ -261,6 +258,7 @@ def fully_shard(module, *, group=None, reshard_after_forward=True, param_dtype=N
 def no_sync(module):
     """Let each rank add up whole gradients alone, in backward passes made inside."""
     units = [part._unit for part in module.modules() if hasattr(part, "_unit")]
+    units = [unit for unit in units if unit.shards.syncs]  # in no such context yet
     for unit in units:
         unit.shards.syncs = False
     try:
@@ -271,11 +269,12 @@ def no_sync(module):
 
 
 @torch.no_grad()
-def clip_grad_norm_(shards, max_norm, group=None):
+def clip_grad_norm_(shards, max_norm):
     """Scale all ranks' gradients to a norm of at most max_norm; return their norm."""
+    shards = [shards] if isinstance(shards, torch.Tensor) else list(shards)
     grads = [shard.grad for shard in shards if shard.grad is not None]
     total = torch.nn.utils.get_total_norm(grads).double().square()
-    ranks.allreduce(total, group=group)
+    ranks.allreduce(total, group=shards[0].group)
     for grad in grads:
         grad.mul_((max_norm / (total.sqrt() + 1e-6)).clamp(max=1))
     return total.sqrt()
@@ -301,8 +300,9 @@ def with_each(function, state, module, optimizer):
     params = [p for settings in optimizer.param_groups for p in settings["params"]]
     model = {name: function(x, own.get(name)) for name, x in state["model"].items()}
     for i, of_one in state["optimizer"]["state"].items():
-        steps = {name: x for name, x in of_one.items() if name == "step"}  # never cut
-        values[i] = {name: function(x, params[i]) for name, x in of_one.items()} | steps
+        values[i] = {name: function(x, params[i]) for name, x in of_one.items()}
+        if "step" in of_one:  # a number, also where the parameter is one
+            values[i]["step"] = of_one["step"]
     return {"model": model, "optimizer": {**state["optimizer"], "state": values}}
 
 
@@ -316,5 +316,5 @@ def whole_of(rows, shard):
 
 def part_of(whole, shard):
     """Return this rank's rows of a tensor; anything else as it is."""
-    is_cut = hasattr(shard, "group") and whole.shape == shard.whole_shape
+    is_cut = hasattr(shard, "group") and whole.dim() == len(shard.whole_shape)
     return rows_of(whole, shard.group).clone() if is_cut else whole

@@ -13,17 +13,21 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
-from d2lpar import DistributedDataParallel, GradScaler, count_bytes, launch, ranks
-from d2lpar.memory import peak_memory
-from d2lpar.sharding import (
+from d2lpar import (
+    DistributedDataParallel,
+    GradScaler,
     ShardedOptimizer,
     clip_grad_norm_,
+    count_bytes,
     full_state_dict,
     fully_shard,
+    launch,
     load_full_state_dict,
     no_sync,
-    rows_of,
+    peak_memory,
+    ranks,
 )
+from d2lpar.sharding import rows_of
 
 
 class Model(nn.Module):
@@ -105,8 +109,9 @@ def trained(way, make, rank, k, dtype, scale=1.5, device="cpu"):
     """The logits after three steps of two passes, and which have no gradient."""
     model, rows = Model(dtype, scale).to(device), TOKENS[rank::k].to(device)
     net, optimizer = way(model, make)
-    for _ in range(3):
-        optimizer.zero_grad()
+    for i in range(3):
+        if i != 1:  # then gradients add up over two steps
+            optimizer.zero_grad()
         for tokens in rows, rows.flip(0)[:10]:
             F.cross_entropy(net(tokens), tokens).backward()
         missing = [name for name, p in model.named_parameters() if p.grad is None]
@@ -135,7 +140,7 @@ def test_bits_are_those_of_torchs_fully_shard(rank, k):
 
 def layers(shard, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
     for part in (*model[::2], model):
         shard(part, **options)
     return model
@@ -209,8 +214,7 @@ def test_peaks_and_bytes_are_those_of_the_formulas(rank, k):
     assert sum(storage.nbytes() for storage in kept) == 4 * (DEPTH * layer + last) / k
 
 
-def recompute(part, X):
-    return checkpoint(part, X, use_reentrant=False)
+recompute = partial(checkpoint, use_reentrant=False)
 
 
 class Block(nn.Sequential):
@@ -236,31 +240,32 @@ def gradients_and_peak(around=False, inside=False):
             X = recompute(block, X) if around else block(X)
         X.square().sum().backward()
 
-    peak = peak_memory(step, "cpu")
-    return [param.grad for param in blocks.parameters()], peak
+    calls, peak = ranks.group_of(None).calls, peak_memory(step, "cpu")
+    calls = ranks.group_of(None).calls - calls
+    return [param.grad for param in blocks.parameters()], peak, calls
 
 
 @in_ranks(2)
 def test_a_checkpoint_around_or_inside_a_unit_saves_its_activations(rank, k):
-    expected, most = gradients_and_peak()
+    expected, most, calls = gradients_and_peak()
     for where in {"around": True}, {"inside": True}:
-        found, peak = gradients_and_peak(**where)
+        found, peak, *again = gradients_and_peak(**where)
         assert all(map(torch.equal, found, expected)), where
         assert peak < most - 64 * 256 * 4, where  # one block's, of three
-
-
-# What a reader may do
+        assert again == [calls], where  # what is gathered in backward stays
 
 
 def it_begins_with_the_first_ranks_values(rank, k):
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     model[1].running_mean.normal_()
+    seen = []
+    model[0].register_forward_pre_hook(lambda part, _: seen.append(part.weight.shape))
     fully_shard(model[:2])
     ShardedOptimizer(model[2].parameters(), SGD, lr=1.0)
     with torch.no_grad():
         first, second = everyones(model.eval()(torch.ones(1, 2)))
-    assert torch.equal(first, second)
+    assert torch.equal(first, second) and seen == [(3, 2)]  # whole for other hooks
 
 
 def dimensions_and_names_stay(rank, k):
@@ -287,14 +292,9 @@ def what_changes_the_rows_is_seen(rank, k):
         model(torch.ones(2, 6))
         for param in model.parameters():
             param.data.fill_(0)
-        assert not model(torch.ones(2, 6)).any()
-
-
-def without_gradients_nothing_is_kept(rank, k):
-    model = layers(fully_shard, reshard_after_forward=False)
-    with torch.no_grad():
-        model(torch.ones(2, 6))
-    assert model[0]._unit.shards.wholes is None
+        with torch.no_grad():  # nothing is kept
+            assert not model(torch.ones(2, 6)).any()
+        assert model[0]._unit.shards.wholes is None
 
 
 def an_optimiser_from_before_trains_the_rows(rank, k):
@@ -303,9 +303,8 @@ def an_optimiser_from_before_trains_the_rows(rank, k):
     before = clones(fully_shard(model).parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    close(
-        [*model.parameters()], [b - p.grad for b, p in zip(before, model.parameters())]
-    )
+    after = [b - p.grad for b, p in zip(before, model.parameters(), strict=True)]
+    close([*model.parameters()], after)
 
 
 def a_parameter_has_one_unit_and_a_unit_one_dtype(rank, k):
@@ -323,6 +322,9 @@ def a_gradient_that_only_some_ranks_have_is_named(rank, k):
     model.forward = lambda X: model[rank](X)
     kind, text, *_ = attempt(model(torch.ones(1, 2)).sum().backward)
     assert kind == "MismatchError" and "gradients [0, 1]" in text
+    parts = [fully_shard(nn.Linear(2, 2)) for _ in range(2)]
+    kind, text, *_ = attempt(parts[rank], torch.ones(1, 2))
+    assert kind == "MismatchError" and "for Linear, sharded in call" in text
     parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     optimizer = ShardedOptimizer(parts.parameters(), SGD, lr=1.0)
     parts[rank](torch.ones(1, 2)).sum().backward()
@@ -330,56 +332,46 @@ def a_gradient_that_only_some_ranks_have_is_named(rank, k):
     assert kind == "MismatchError" and "for parameter 2" in text
 
 
-def as_it_is(part):
-    return part
+as_it_is = nn.Identity()
 
 
-def gradients_add_up(rank, k):
-    """Over backward passes, a retained graph, and calls of a unit in one pass."""
-    X, found = randn(3, 6, seed=rank, dtype=torch.float32), []
-    for shard in fully_shard, as_it_is:
-        model = layers(shard)
-        net = model if shard is fully_shard else DistributedDataParallel(model)
-        loss = (net(X) + net(2 * X)).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        net(X).square().mean().backward()
-        found.append([param.grad for param in model.parameters()])
-    whole = [rows_of(grad, ranks.group_of(None)) for grad in found[1]]
-    close(found[0], whole, rtol=1e-6, atol=1e-6)
-
-
-def without_sync_they_wait_for_the_next_pass(rank, k):
+def without_sync_gradients_wait_for_the_next_pass(rank, k):
     batches, found = randn(4, 3, 6, dtype=torch.float32), []
     for waits in True, False:
         model = layers(fully_shard)
+        model[0].weight.requires_grad_(False)
+        params = [param for param in model.parameters() if param.requires_grad]
         with count_bytes() as ledger, no_sync(model) if waits else nullcontext():
-            model(batches[rank]).square().sum().backward()
-        assert all((param.grad is None) == waits for param in model.parameters())
+            with no_sync(model):
+                loss = model(batches[rank]).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert all((param.grad is None) == waits for param in params)
         model(batches[2 + rank]).square().sum().backward()
-        found.append([clones(p.grad for p in model.parameters()), ledger.sent(rank)])
+        found.append([clones(param.grad for param in params), ledger.sent(rank)])
     close(found[0][0], found[1][0], rtol=1e-6, atol=1e-6)
-    sizes = [8 * 6 + 8, 6 * 7 + 6]  # of 7 and 5 rows, padded; one half of each is sent
-    assert found[1][1] - found[0][1] == 4 * sum(sizes) / 2
+    sizes = [8, 2 * 7 + 2]  # of 7 and 1 rows, padded; one half of each is sent
+    assert found[1][1] - found[0][1] == 2 * 4 * sum(sizes) / 2
 
 
-def they_are_clipped_by_the_norm_of_all(rank, k):
+def gradients_are_clipped_by_the_norm_of_all(rank, k):
     X = randn(3, 6, seed=rank, dtype=torch.float32)
     plain = layers(as_it_is)
     net = DistributedDataParallel(plain)
-    net(X).square().mean().backward()
+    (net(X) + net(2 * X)).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     model = layers(fully_shard)
-    model(X).square().mean().backward()
+    (model(X) + model(2 * X)).square().mean().backward()
     zero1 = layers(as_it_is)
     optimizer = ShardedOptimizer(zero1.parameters(), SGD, lr=0.1)
-    zero1(X).square().mean().backward()
+    (zero1(X) + zero1(2 * X)).square().mean().backward()
     optimizer.take_gradients()
     for shards in list(model.parameters()), list(optimizer.shards.values()):
         norm = clip_grad_norm_(shards, 0.01).float()
         rows = [rows_of(param.grad, shards[0].group) for param in plain.parameters()]
         found = [norm, *[shard.grad for shard in shards]]
         close(found, [expected, *rows], rtol=1e-5, atol=1e-9)
+    assert clip_grad_norm_(model[0].weight, 1.0) > 0
 
 
 def a_second_derivative_is_refused(rank, k):
@@ -405,11 +397,15 @@ def zero1_works_with_scaler_scheduler_and_more_groups(rank, k):
         net = model if sharded else DistributedDataParallel(model)
         make = partial(ShardedOptimizer, optimizer_class=SGD) if sharded else SGD
         optimizer = make(model[0].parameters(), lr=0.1, momentum=0.9)
-        optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.2})
+        optimizer.add_param_group({"params": model[2].weight, "lr": 0.2})
+        optimizer.add_param_group({"params": [model[2].bias]})
+        again = {"params": [model[2].bias]}
+        assert "more than one" in attempt(optimizer.add_param_group, again)[1]
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         scaler = GradScaler(group=ranks.group_of(None), init_scale=4.0)
         for scale in 1.0, float("inf") if rank else 1.0, 1.0:
             optimizer.zero_grad()
+            model[0].weight.data = 0.9 * model[0].weight.data
             loss = net(randn(3, 6, seed=rank, dtype=torch.float32)).square().mean()
             scaler.scale(loss * scale).backward()
             scaler.step(optimizer)
@@ -422,6 +418,16 @@ def zero1_works_with_scaler_scheduler_and_more_groups(rank, k):
     close(*found, rtol=0, atol=0)
 
 
+def a_state_of_other_shapes_is_refused(rank, k):
+    small, model = nn.Linear(2, 3), fully_shard(nn.Linear(2, 6))
+    state = {
+        "model": small.state_dict(),
+        "optimizer": SGD(small.parameters()).state_dict(),
+    }
+    optimizer = SGD(model.parameters())
+    assert "size mismatch" in attempt(load_full_state_dict, model, optimizer, state)[1]
+
+
 test_on_two = on_ranks(
     2,
     [
@@ -429,16 +435,15 @@ test_on_two = on_ranks(
         dimensions_and_names_stay,
         after_an_error_in_forward_the_unit_is_closed,
         what_changes_the_rows_is_seen,
-        without_gradients_nothing_is_kept,
         an_optimiser_from_before_trains_the_rows,
         a_parameter_has_one_unit_and_a_unit_one_dtype,
         a_gradient_that_only_some_ranks_have_is_named,
-        gradients_add_up,
-        without_sync_they_wait_for_the_next_pass,
-        they_are_clipped_by_the_norm_of_all,
+        without_sync_gradients_wait_for_the_next_pass,
+        gradients_are_clipped_by_the_norm_of_all,
         a_second_derivative_is_refused,
         what_backward_needs_is_watched_and_freed,
         zero1_works_with_scaler_scheduler_and_more_groups,
+        a_state_of_other_shapes_is_refused,
     ],
 )
 
