@@ -271,12 +271,13 @@ def no_sync(module):
 @torch.no_grad()
 def clip_grad_norm_(shards, max_norm):
     """Scale all ranks' gradients to a norm of at most max_norm; return their norm."""
-    shards = [shards] if isinstance(shards, torch.Tensor) else list(shards)
+    shards = list(shards)
+    if not all(hasattr(shard, "group") for shard in shards):
+        raise ValueError("no shards: take those in the optimiser's param_groups")
     grads = [shard.grad for shard in shards if shard.grad is not None]
     total = torch.nn.utils.get_total_norm(grads).double().square()
     ranks.allreduce(total, group=shards[0].group)
-    for grad in grads:
-        grad.mul_((max_norm / (total.sqrt() + 1e-6)).clamp(max=1))
+    torch.nn.utils.clip_grads_with_norm_(shards, max_norm, total.sqrt())
     return total.sqrt()
 
 
@@ -301,8 +302,7 @@ def with_each(function, state, module, optimizer):
     model = {name: function(x, own.get(name)) for name, x in state["model"].items()}
     for i, of_one in state["optimizer"]["state"].items():
         values[i] = {name: function(x, params[i]) for name, x in of_one.items()}
-        if "step" in of_one:  # a number, also where the parameter is one
-            values[i]["step"] = of_one["step"]
+        values[i].update({n: x for n, x in of_one.items() if n == "step"})  # is no row
     return {"model": model, "optimizer": {**state["optimizer"], "state": values}}
 
 
