@@ -170,7 +170,7 @@ class Unit:
     def __init__(self, module, places, shards, reshards):
         self.module, self.places, self.shards = module, places, shards
         self.reshards, self.opener, self.hooks = reshards, None, ExitStack()
-        for part in {module, *(part for part, *_ in places)}:
+        for part in {module, *(part for part, *_ in places)}:  # any may be run again
             part.register_forward_pre_hook(self.open, prepend=True, with_kwargs=True)
             part.register_forward_hook(self.close, always_call=True)
 
