@@ -47,7 +47,7 @@ def send_labelled(
     check_tensor(tensor, "the tensor")
     member, deadline = group.member(dst), group.deadline(timeout)
     flat = sendable(tensor, group).cpu()
-    with group.alone(f"send of {label!r} to rank {dst}", "send"):
+    with group.alone(f"send of {label!r} to rank {dst}", ("send", member)):
         note = f"0 send {kind_of(tensor)} {wants_gradient:d} {label}"
         group.tell({member: note}, [], deadline)
         group.exchange([(member, flat)], [], deadline)
@@ -59,7 +59,7 @@ def receive_labelled(
     """Return on ``device`` what comes next; MismatchError if its label is another."""
     group = group_of(group)
     member, deadline = group.member(src), group.deadline(timeout)
-    with group.alone(f"receive of {label!r} from rank {src}", "receive"):
+    with group.alone(f"receive of {label!r} from rank {src}", ("receive", member)):
         _, plan = group.tell({}, [member], deadline)[member].split(" ", 1)
         if not plan.startswith("send "):
             group.broken = f"{label!r} was expected, but rank {src} says: {plan}"

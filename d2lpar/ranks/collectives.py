@@ -169,7 +169,7 @@ def send(
     group = group_of(group, timeout)
     member, deadline = group.member(dst), group.deadline(timeout)
     flat = sendable(tensor, group).cpu()
-    with group.alone(f"send to rank {dst}", "send"):
+    with group.alone(f"send to rank {dst}", ("send", member)):
         group.tell({member: f"0 send {kind_of(tensor)}"}, [], deadline)
         group.exchange([(member, flat)], [], deadline)
 
@@ -181,7 +181,7 @@ def receive(src: int, group=None, timeout: float | None = None) -> torch.Tensor:
     """
     group = group_of(group, timeout)
     member, deadline = group.member(src), group.deadline(timeout)
-    with group.alone(f"receive from rank {src}", "receive"):
+    with group.alone(f"receive from rank {src}", ("receive", member)):
         _, plan = group.tell({}, [member], deadline)[member].split(" ", 1)
         if not plan.startswith("send "):
             group.broken = f"rank {src} does not send a tensor, it says: {plan}"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import count
+from itertools import count, product
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary, ref
 
@@ -120,7 +120,8 @@ class Group:
         self.calls, self.context = 0, ""  # what plans say besides
         self.broken = ""  # why it can no longer be used
         self.numbers = count(1)  # of the groups that own_group makes of it
-        self.under_way = {"send": threading.Lock(), "receive": threading.Lock()}
+        ways = product(("send", "receive"), self.others)
+        self.under_way = {way: threading.Lock() for way in ways}
         self.mine = [bytearray(NOTE_BYTES) for _ in self.ranks]  # notes to each member
         self.theirs = [bytearray(NOTE_BYTES) for _ in self.ranks]
         self.sent = [torch.frombuffer(note, dtype=torch.uint8) for note in self.mine]
@@ -155,12 +156,14 @@ class Group:
             self.context = ""
 
     @contextmanager
-    def alone(self, name: str, *directions: str) -> Iterator[None]:
+    def alone(self, name: str, *ways: str | tuple[str, int]) -> Iterator[None]:
         """Keep other threads of this rank out: they would take each other's messages.
 
-        One thread may send while another one receives.
+        A way is "send" or "receive", to or from all members, or ("send", i) for one:
+        other threads may meanwhile go other ways.
         """
-        locks = [self.under_way[direction] for direction in directions]
+        under_way = self.under_way.items()
+        locks = [lock for way, lock in under_way if way in ways or way[0] in ways]
         taken = [lock for lock in locks if lock.acquire(blocking=False)]
         try:
             if len(taken) < len(locks):

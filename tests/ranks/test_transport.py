@@ -139,7 +139,7 @@ def test_a_call_beside_that_of_another_thread_is_refused(rank, k, way):
     if rank == 0:
         with ThreadPoolExecutor(1) as executor:
             first = executor.submit(ranks.allreduce, torch.ones(3))
-            while not ranks.group_of().under_way["send"].locked():
+            while not ranks.group_of().under_way["send", 1].locked():
                 time.sleep(0.01)
             kind, text, *_ = attempt(ranks.barrier)
             assert kind == "BusyError" and "barrier was called while" in text
@@ -191,8 +191,30 @@ def test_one_thread_may_send_while_another_receives(rank, k, way):
     received = []
     thread = threading.Thread(target=lambda: received.append(ranks.receive(1 - rank)))
     thread.start()
-    while not ranks.group_of().under_way["receive"].locked() and not received:
+    while not ranks.group_of().under_way["receive", 1 - rank].locked() and not received:
         time.sleep(0.01)
     ranks.send(torch.zeros(3), 1 - rank)
     thread.join()
     assert received[0].tolist() == [0.0] * 3
+
+
+@both_ways
+@in_ranks(3)
+def test_a_thread_that_waits_to_send_to_one_rank_holds_up_no_message_to_another(
+    rank, k, way
+):
+    take(way)
+    large = torch.arange(2.0**20)  # more than lanes hold
+    if rank == 0:
+        with ThreadPoolExecutor(1) as executor:
+            first = executor.submit(ranks.send, large, 1)
+            while not ranks.group_of().under_way["send", 1].locked():
+                time.sleep(0.01)
+            ranks.send(large, 2)
+            first.result()
+    elif rank == 1:
+        assert ranks.receive(2).item() == 7  # which goes on after its message
+        assert torch.equal(ranks.receive(0), large)
+    else:
+        assert torch.equal(ranks.receive(0), large)
+        ranks.send(torch.tensor(7.0), 1)
