@@ -35,18 +35,18 @@ from .mixed_precision import (
     initialize,
     round_to_fp8,
 )
-from .pipeline import (
+from .pipeline import DistributedPipeline, Pipeline, cut
+from .pipeline_schedules import (
     Action,
-    DistributedPipeline,
-    Pipeline,
-    SplitModel,
     bubble,
-    check_pipeline,
-    cut,
+    clock,
     gpipe,
+    interleaved,
     one_f_one_b,
-    predict,
+    play,
     sequential,
+    zero_bubble,
+    zero_bubble_v,
 )
 from .ranks import MismatchError, PeerError, RankError, launch
 from .sampler import DistributedSampler

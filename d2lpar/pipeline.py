@@ -1,235 +1,340 @@
-"""A model split over devices by layers, plainly and as a pipeline.
+"""Running a pipeline: the stages of a network, and one loop for any schedule.
 
-In ``SplitModel`` only one device works at a time. In ``Pipeline`` GPUs can work at the
-same time, since their calls return at once. All work is in the default streams, so a
-copy between GPUs waits for what is queued on both; torchgpipe gives copies their own
-streams. Not run on a GPU. Notebook 13 builds this file. Source: Huang et al., GPipe
-(2019), and Kim et al., "torchgpipe" (2020).
+``Pipeline`` trains on the devices of one process, ``DistributedPipeline`` between
+ranks. Chapter 13 writes this file. Sources: Huang et al., "GPipe" (2019), Qi et al.,
+"Zero Bubble Pipeline Parallelism" (2023), and ``torch.distributed.pipelining``.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
-from typing import Any
+import traceback
+from collections import deque
+from concurrent.futures import wait
+from contextlib import nullcontext
+from functools import cache
+from itertools import accumulate, chain, pairwise
+from zlib import crc32
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from ..data_parallel import position
-from ..devices import check_devices, to_device
-from .counts import Count, find_count, shares
-from .schedules import (
-    Action,
-    PipelineSchedule,
-    Span,
-    check_pipeline,
-    one_f_one_b,
-    target,
-)
-from .stages import Stage, modules_of, one_tensor
+from . import ranks
+from .devices import check_devices, to_device
+from .losses import check_sums, wide
+from .pipeline_schedules import Span, is_split, one_f_one_b, placement, play, targets
 
 
-class SplitModel(nn.Module):
-    """A model whose stages are moved to several devices: the plain split."""
+def balance(costs, num_parts):
+    """Return sizes of adjacent parts whose largest sum is as small as possible."""
+    if not 1 <= num_parts <= len(costs):
+        raise ValueError(f"{len(costs)} layers cannot be cut into {num_parts} stages")
+    sums = [0, *accumulate(costs)]
 
-    def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]):
-        super().__init__()
-        self.devices, stages = check_devices(devices), modules_of(stages, "stages")
-        if len(stages) != len(self.devices):
-            raise ValueError(
-                f"there are {len(stages)} stages for {len(self.devices)} devices"
-            )
-        self.stages = nn.ModuleList(
-            stage.to(device) for stage, device in zip(stages, self.devices, strict=True)
-        )
+    @cache
+    def divide(n, parts):
+        if parts == 1:
+            return sums[n], [n]
+        ways = []
+        for begin in range(n - 1, parts - 2, -1):  # where the last part begins
+            largest, sizes = divide(begin, parts - 1)
+            ways.append((max(largest, sums[n] - sums[begin]), [*sizes, n - begin]))
+        return min(ways, key=lambda way: way[0])
 
-    def forward(self, X: torch.Tensor) -> torch.Tensor:
-        """Return the last stage's output, on the last device; gradients flow back."""
-        src = position(X.device, self.devices)
-        for s, (stage, device) in enumerate(
-            zip(self.stages, self.devices, strict=True)
-        ):
-            arrived = to_device(X, device, src, s)
-            X = one_tensor(stage(arrived))
-            src = s
-        return X
+    return divide(len(costs), num_parts)[1]
 
 
-class Pipeline(SplitModel):
-    """The same model, trained in micro-batches that follow a schedule.
+def cut(layers, num_stages, costs=None):
+    """Return stages of adjacent layers, the costliest as cheap as possible."""
+    layers = list(layers)
+    costs = [1.0] * len(layers) if costs is None else [float(cost) for cost in costs]
+    if len(costs) != len(layers):
+        raise ValueError(f"there are {len(costs)} costs for {len(layers)} layers")
+    ends, owner = [0, *accumulate(balance(costs, num_stages))], {}
+    stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(ends)]
+    for s, stage in enumerate(stages):
+        for param in stage.parameters():
+            if owner.setdefault(param, s) != s:
+                shared = f"stages {owner[param]} and {s} share a parameter"
+                raise ValueError(f"{shared}: keep layers that do in one stage")
+    return stages
 
-    ``forward_backward`` does what ``criterion(model(X), y).backward()`` does with the
-    whole model, up to rounding, also for a criterion that ignores targets or weighs
-    classes. BatchNorm is the exception: in training it normalises each micro-batch with
-    its own mean and variance, and updates its running statistics m times. The call
-    ``pipeline(X)`` is the plain split, for evaluation. Set ``timeline`` to a list, and
-    each action adds a ``Span``: on GPUs that is when the calls were made, not when the
-    work was done. ``peak_live`` is the largest number of micro-batches whose
-    activations each stage kept at once, in the last batch.
 
-    Args:
-        stages: one per device, as ``cut`` returns them, from tensor to tensor.
-        devices: where the stages are moved.
-        criterion: called with (output, target), on the last device.
-        num_microbatches: in a batch; fewer if it has fewer rows.
-        schedule: such as ``gpipe``; any other is checked, see ``check_pipeline``.
-        recompute: whether a stage keeps only inputs and outputs.
-        count: see ``counts.find_count``.
+class Stage:
+    """A part of a network, whose passes of a micro-batch are called one by one.
+
+    ``live`` keeps each micro-batch's input and output until it comes back. On the last
+    stage, ``finish(i, output)`` returns the loss. If ``split``, backward leaves the
+    gradients of linear layers to ``weight``.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        devices: Sequence[torch.device],
-        criterion: Callable,
-        num_microbatches: int,
-        schedule: PipelineSchedule = one_f_one_b,
-        recompute: bool = False,
-        count: Count | None = None,
-    ):
-        super().__init__(stages, devices)
-        check_criterion(criterion, count)
-        self.criterion = on_device(criterion, self.devices[-1])
-        self.num_microbatches, self.recompute, self.count = (
-            num_microbatches,
-            recompute,
-            count,
-        )
-        self.ticks = schedule(len(self.stages), num_microbatches)
-        check_pipeline(self.ticks, len(self.stages), num_microbatches)
-        self.timeline: list[Span] | None = None
-        self.peak_live: list[int] = []
+    def __init__(self, module, split=False, finish=None):
+        self.module, self.split, self.finish = module, split, finish
+        self.live, self.later = {}, {}
 
-    def forward_backward(self, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Add to the gradients of all parameters; return the loss, detached."""
-        check_batch(X, y)
-        mail = LocalMail(X.tensor_split(self.num_microbatches), self.devices)
-        losses = Losses(
-            self.criterion, self.count, y.tensor_split(self.num_microbatches)
-        )
-        stages = [Stage(stage, self.recompute) for stage in self.stages]
-        stages[-1].finish = losses.of
-        run_actions(chain(*self.ticks), stages, mail, self.timeline)
-        self.peak_live = [stage.peak for stage in stages]
-        return losses.total
+    def forward(self, i, X):
+        """Return the output of micro-batch i, cut off from autograd's graph."""
+        later = self.later[i] = []
+        with WeightsLater(later) if self.split else nullcontext():
+            output = self.module(X)
+        if not isinstance(output, torch.Tensor):
+            what = f"a stage returned a {type(output).__name__}"
+            raise TypeError(f"{what}: cut where one tensor goes from layer to layer")
+        if self.finish:
+            output = self.finish(i, output)
+        self.live[i] = X, output
+        return output.detach()
+
+    def backward(self, i, grad):
+        """Return the gradient of the input, given that of the output (None: a loss)."""
+        X, output = self.live.pop(i)
+        if output.requires_grad or grad is None:
+            output.backward(grad)
+        return torch.zeros_like(X) if X.grad is None else X.grad
+
+    @torch.no_grad()
+    def weight(self, i, _):
+        """Add to the gradients of linear layers what backward has left."""
+        for X, grad, W, b in self.later.pop(i):
+            W.backward(grad.T @ X)
+            if b is not None and b.requires_grad:
+                b.backward(grad.sum(0))
 
 
-def run_actions(
-    actions: Iterable[Action],
-    stages: Sequence[Stage] | Mapping[int, Stage],
-    mail: Any,
-    timeline: list[Span] | None = None,
-) -> None:
-    """Make ``actions`` in turn; ``mail`` brings what they need, takes results."""
+class WeightsLater(TorchFunctionMode):
+    """A region in which backward passes leave linear layers' weights to ``later``."""
+
+    def __init__(self, later):
+        super().__init__()
+        self.later = later
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Hide the weights of F.linear from autograd; note what they will need."""
+        if func is F.linear and args[0].requires_grad and args[1].requires_grad:
+            X, W, b = args
+            rows = X.reshape(-1, X.shape[-1])
+            output = func(rows, W.detach(), None if b is None else b.detach())
+            rows = rows.detach()
+            output.register_hook(lambda grad: self.later.append((rows, grad, W, b)))
+            return output.view(*X.shape[:-1], -1)
+        return func(*args, **(kwargs or {}))
+
+
+def run_actions(actions, stages, mail, timeline=None):
+    """Make actions in turn; ``mail`` brings what each works on, and takes results."""
     for action in actions:
-        stage, arrived = stages[action.stage], mail.receive(action)
-        run = stage.forward if action.kind == "forward" else stage.backward
+        stage, i, kind = action
+        run, arrived = getattr(stages[stage], kind), mail.receive(action)
+        if kind == "forward" and stage > 0:  # a leaf, where autograd's graph begins
+            arrived.requires_grad_(arrived.is_floating_point())
         begin = time.perf_counter()
         try:
-            result = run(action.microbatch, arrived)
+            result = run(i, arrived)
         except Exception as error:
-            error.add_note(f"This was the pipeline's {action}.")
+            error.add_note(f"This was the {action}.")
             raise
         if timeline is not None:
-            timeline.append(Span(*action, begin, time.perf_counter()))
+            timeline.append(Span(action, begin, time.perf_counter()))
         mail.send(action, result)
 
 
 class LocalMail:
-    """Mail between stages of one process: a result moves to the next device."""
+    """Mail in one process: what has arrived, by the action that works on it."""
 
-    def __init__(
-        self, X_parts: Sequence[torch.Tensor], devices: Sequence[torch.device]
-    ):
-        self.X_parts, self.devices = X_parts, devices
-        self.arrived: dict[Action, torch.Tensor] = {}  # for actions to come
+    def __init__(self, orders, X_parts, devices):
+        self.place, self.targets = placement(orders), targets(orders)
+        self.devices = devices
+        self.box = {(0, i, "forward"): X for i, X in enumerate(X_parts)}
 
-    def receive(self, action: Action) -> torch.Tensor | None:
-        """Return what ``action`` works on: activations, a gradient, or None."""
-        if action.stage == 0 and action.kind == "forward":
-            X = self.X_parts[action.microbatch]
-            return to_device(X, self.devices[0], position(X.device, self.devices), 0)
-        return self.arrived.pop(action, None)
+    def receive(self, action):
+        """Return activations or a gradient; None if ``action`` needs neither."""
+        return self.box.pop(action, None)
 
-    def send(self, action: Action, result: torch.Tensor | None) -> None:
-        """Move the result of ``action`` to the stage that works on it, if any."""
-        there = target(action, len(self.devices))
-        if there and result is not None:
-            device = self.devices[there.stage]
-            arrived = to_device(result.detach(), device, action.stage, there.stage)
-            self.arrived[there] = arrived.requires_grad_(result.requires_grad)
+    def send(self, action, result):
+        """Move a result to the device of the stage that works on it, if any."""
+        there = self.targets.get(action)
+        if there:
+            src, dst = self.place[action.stage], self.place[there.stage]
+            self.box[there] = to_device(result, self.devices[dst], src, dst)
 
 
-class Losses:
-    """The loss of each micro-batch, weighted to add up to that of the batch.
+class LossInParts:
+    """The end of the last stage: micro-batches' losses, which add up to the batch's."""
 
-    A mean is weighted by the micro-batch's share of the whole mean's divisor, usually
-    of its rows.
-    """
+    def __init__(self, criterion, count, y, m):
+        self.criterion, self.parts = criterion, y.tensor_split(m)
+        self.divisor = count(y) if count else 1
+        self.total = 0.0
 
-    def __init__(
-        self, criterion: Callable, count: Count | None, y_parts: Sequence[torch.Tensor]
-    ):
-        self.y_parts = y_parts
-        self.criterion, self.weights = shares(
-            criterion, count, [(y,) for y in y_parts if len(y)]
-        )
-        # of the batch, detached; of 16-bit losses it is a float32
-        self.total = torch.zeros(())
-
-    def of(self, i: int, output: torch.Tensor) -> torch.Tensor:
-        """Return the weighted loss of micro-batch ``i``, whose output this is."""
-        y = self.y_parts[i].to(output.device)
-        check_rows(i, output, y)
-        if i not in self.weights:  # it has no rows, or all its targets are ignored
-            return output.new_zeros(())
-        loss = self.criterion(output, y) * self.weights[i]
-        check_number(loss)
-        self.total = self.total + loss.detach()
+    def __call__(self, i, output):
+        """Return the loss of micro-batch i, and add it to ``total``."""
+        loss = self.criterion(output, self.parts[i].to(output.device)) / self.divisor
+        self.total = self.total + loss.detach().to(wide(loss.dtype))
         return loss
 
 
-def on_device(criterion: Callable, device: torch.device) -> Callable:
-    """Move a criterion that is a module: it may have class weights."""
-    return criterion.to(device) if isinstance(criterion, nn.Module) else criterion
+class Pipeline:
+    """A network in stages, on devices of one process, trained in m micro-batches.
+
+    The loss is the sum that ``criterion``, a module, returns, divided by ``count(y)``
+    of the whole batch, if given. Device r does what the schedule has for rank r.
+    """
+
+    def __init__(self, stages, devices, criterion, m, schedule=one_f_one_b, count=None):
+        check_sums(criterion)
+        self.stages, self.devices = nn.ModuleList(stages), check_devices(devices)
+        self.m, self.orders = m, schedule(len(devices), m)
+        for stage, rank in zip(stages, places(stages, self.orders)):
+            stage.to(self.devices[rank])
+        self.criterion, self.count = criterion.to(self.devices[rank]), count
+
+    def forward_backward(self, X, y):
+        """Add to the gradients of all parameters; return the loss, detached."""
+        check_batch(X, y, self.m)
+        mail = LocalMail(self.orders, X.tensor_split(self.m), self.devices)
+        stages = [Stage(stage, is_split(self.orders)) for stage in self.stages]
+        stages[-1].finish = loss = LossInParts(self.criterion, self.count, y, self.m)
+        run_actions(chain(*play(self.orders)), stages, mail)
+        return loss.total
 
 
-def check_criterion(criterion: Callable, count: Count | None) -> None:
-    """Refuse losses of micro-batches that do not add up to the batch's."""
-    if find_count(criterion, count) is None and criterion.reduction == "none":
-        raise ValueError(
-            'a criterion with reduction="none" returns no number: use "mean" or "sum"'
-        )
+def places(stages, orders):
+    """Return the rank of each stage, once the schedule is checked, and fits them."""
+    play(orders)
+    place = placement(orders)
+    if len(stages) != len(place):
+        numbers = f"there are {len(stages)} stages, and the schedule has {len(place)}"
+        raise ValueError(f"{numbers}: cut the network into as many")
+    return list(place.values())
 
 
-def check_rows(i: int, output: torch.Tensor, y: torch.Tensor) -> None:
-    """Refuse an output of micro-batch ``i`` without a row for each target."""
-    if output.dim() and len(output) != len(y):
-        raise ValueError(
-            f"micro-batch {i} has {len(output)} rows of outputs, but {len(y)} targets:"
-            " X and y must be of one batch, and every stage must keep the rows"
-        )
+def check_batch(X, y, m):
+    """Refuse a batch that cannot be cut into m micro-batches."""
+    if len(X) != len(y) or len(X) < m:
+        rows = f"X has {len(X)} rows and y has {len(y)}"
+        raise ValueError(f"{rows}: both need the same number, at least {m}")
 
 
-def check_number(loss: torch.Tensor) -> None:
-    """Raise ValueError for a loss that is no number."""
-    if loss.dim():
-        raise ValueError(
-            f"the criterion returns shape {list(loss.shape)}, and no number"
-        )
+class Mail:
+    """Mail between ranks. All know the schedule, and so what comes next from whom.
+
+    For each receiver a thread sends: no stage waits until its result is taken.
+    """
+
+    def __init__(self, orders, X_parts, group, senders, device):
+        self.place, self.targets = placement(orders), targets(orders)
+        self.group, self.senders, self.device = group, senders, device
+        self.box = {(0, i, "forward"): X for i, X in enumerate(X_parts)}
+        self.sent, self.coming = [], {}
+        for src in group.others:
+            results = filter(None, map(self.targets.get, orders[src]))
+            mine = [there for there in results if self.place[there.stage] == group.me]
+            self.coming[src] = deque(mine)
+
+    def receive(self, action):
+        """Return activations or a gradient; None if ``action`` needs neither."""
+        for src, coming in self.coming.items():
+            while action in coming:  # take what comes before it, too
+                self.box[coming.popleft()] = self.next_from(src)
+        return self.box.pop(action, None)
+
+    def next_from(self, src):
+        """Return what a member sends next; PeerError if it says that it has failed."""
+        rank = self.group.ranks[src]
+        try:
+            return ranks.receive(rank, self.group).to(self.device)
+        except ranks.MismatchError as error:
+            words = str(error).rpartition("it says: ")[2]
+            raise ranks.PeerError(words, (rank,)) from None
+
+    def send(self, action, result):
+        """Let a thread send a result to the rank that works on it, if any."""
+        there = self.targets.get(action)
+        if there and self.place[there.stage] == self.group.me:
+            self.box[there] = result
+        elif there:
+            dst = self.place[there.stage]
+            message = result, self.group.ranks[dst], self.group
+            self.sent.append(self.senders[dst].submit(ranks.send, *message))
+
+    def tell_all(self, words):
+        """Tell all ranks how this one has ended, after all that it sends."""
+        deadline = self.group.deadline(None)
+        for dst, sender in self.senders.items():
+            note = {dst: f"0 {words}"}, [], deadline
+            self.sent.append(sender.submit(self.group.tell, *note))
+
+    def finish(self):
+        """Wait until all ranks are done; PeerError if one of them has failed."""
+        self.tell_all("done")
+        deadline = self.group.deadline(None)
+        said = self.group.tell({}, self.group.others, deadline).values()
+        wait(self.sent, timeout=1)
+        for note in said:
+            if note != "0 done":
+                self.group.broken = note[2:]
+                raise ranks.PeerError(note[2:])
+
+    def give_up(self, error):
+        """Tell all ranks why nothing more will come from this one."""
+        words = str(error)
+        if not isinstance(error, ranks.PeerError):
+            text = "".join(traceback.format_exception_only(error))
+            words = f"rank {self.group.ranks[self.group.me]} failed: {text}"
+        self.group.broken = ""  # the last words may still go
+        self.tell_all(words)
+        wait(self.sent, timeout=1)
+        self.group.broken = words
 
 
-def check_batch(X: torch.Tensor | None, y: torch.Tensor | None) -> None:
-    """Refuse a batch that cannot be cut; a rank may have only a part of it."""
-    if X is not None and y is not None and X.shape[:1] != y.shape[:1]:
-        raise ValueError(
-            f"X has shape {list(X.shape)}, but y has shape {list(y.shape)}"
-        )
-    for rows in (X, y):
-        if rows is not None and not (rows.dim() and len(rows)):
-            raise ValueError(f"a batch of shape {list(rows.shape)} has no rows to cut")
-    if X is not None and X.requires_grad:
-        raise ValueError(
-            "X requires gradients, and they would end at the first stage: put what made"
-            " X into that stage, or pass X.detach()"
-        )
+class DistributedPipeline:
+    """A rank's stages of a network: all ranks make the same calls.
+
+    Like ``Pipeline``, but of ``stages``, cut in the same way on all ranks, each keeps
+    those that the schedule gives it, where they are. If ``timeline`` is a list, a Span
+    is added for each action.
+    """
+
+    def __init__(
+        self, stages, criterion, m, schedule=one_f_one_b, count=None, group=None
+    ):
+        check_sums(criterion)
+        self.group = ranks.own_group(group)
+        self.m, self.orders = m, schedule(self.group.size, m)
+        place = enumerate(places(stages, self.orders))
+        sizes = [len(list(stage.parameters())) for stage in stages]
+        name = getattr(schedule, "__name__", "")
+        digest = crc32(repr(self.orders).encode())
+        plan = f"pipeline {name} ({digest:08x}), stages with {sizes} parameters"
+        ranks.agree(plan, self.group)
+        own = {str(s): stages[s] for s, rank in place if rank == self.group.me}
+        self.stages = nn.ModuleDict(own)
+        self.last, self.criterion, self.count = len(stages) - 1, criterion, count
+        self.senders = {dst: ranks.Sender() for dst in self.group.others}
+        self.timeline = None
+
+    def forward_backward(self, X, y):
+        """Add to the gradients of this rank's stages; return the loss on the last one.
+
+        All ranks pass a batch of as many rows; only the first stage uses X, and only
+        the last one y.
+        """
+        check_batch(X, y, self.m)
+        if self.group.broken:
+            raise ranks.PeerError(f"no longer of use since: {self.group.broken}")
+        loss = LossInParts(self.criterion, self.count, y, self.m)
+        ranks.agree(f"pipeline with {len(X)} rows", self.group)
+        split = is_split(self.orders)
+        stages = {int(s): Stage(stage, split) for s, stage in self.stages.items()}
+        if self.last in stages:
+            stages[self.last].finish = loss
+        device = next((p.device for p in self.stages.parameters()), torch.device("cpu"))
+        X_parts = X.to(device).tensor_split(self.m) if 0 in stages else []
+        mail = Mail(self.orders, X_parts, self.group, self.senders, device)
+        try:
+            run_actions(self.orders[self.group.me], stages, mail, self.timeline)
+        except BaseException as error:
+            mail.give_up(error)
+            raise
+        mail.finish()
+        return loss.total if self.last in stages else None

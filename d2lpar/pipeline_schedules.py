@@ -1,22 +1,25 @@
-"""Pipelines as data: which stage does what with which micro-batch, and when.
+"""Pipelines as data: which rank does what with which micro-batch, in which order.
 
-A pipeline schedule is a function ``(num_stages, num_microbatches) -> ticks``. The
-actions of one tick happen at the same time. Notebook 12 builds this file. Sources:
-Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
-Parallelism" (2019); one forward, one backward is PipeDream-Flush of Narayanan et al.,
-"Memory-Efficient Pipeline-Parallel DNN Training" (2021).
+A schedule is a function ``(p, m) -> orders``: for p ranks and m micro-batches, a list
+of actions per rank. Chapter 12 writes this file. Sources: Huang et al., "GPipe" (2019);
+Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021) for 1F1B, and
+"Efficient Large-Scale Language Model Training on GPU Clusters" (2021) for interleaving;
+Qi et al., "Zero Bubble Pipeline Parallelism" (2023), for ZB-H1 and ZB-V.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, product, starmap
+from collections import Counter, deque
+from itertools import chain, product
 from typing import NamedTuple
 
-from ..guards import checked
+KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 
 
 class Action(NamedTuple):
-    """A pass of ``microbatch`` on ``stage``, of ``kind`` "forward" or "backward"."""
+    """A pass of ``microbatch`` on ``stage``: "forward", "backward" or "weight".
+
+    The last computes the gradients of the weights, where a schedule splits backward in
+    two. Otherwise "backward" does both.
+    """
 
     stage: int
     microbatch: int
@@ -26,199 +29,224 @@ class Action(NamedTuple):
         return f"{self.kind} of micro-batch {self.microbatch} on stage {self.stage}"
 
 
-class Span(NamedTuple):
-    """An action with the time that it took: ``start`` to ``end``, in seconds."""
+def spell(word, *stages):
+    """Return the actions of a word: in "FFBB", the second F is that of micro-batch 1.
 
-    stage: int
-    microbatch: int
-    kind: str
+    Capital letters are passes of the first stage, small letters of the second.
+    """
+    order = []
+    for n, letter in enumerate(word):
+        stage, microbatch = stages[letter.islower()], word[:n].count(letter)
+        order.append(Action(stage, microbatch, KINDS[letter.upper()]))
+    return order
+
+
+def sequential(p, m):
+    """One micro-batch at a time, forward and back: the plain split."""
+    return [spell("FB" * m, r) for r in range(p)]
+
+
+def gpipe(p, m):
+    """All micro-batches forward, then all backward: a rank keeps up to m."""
+    return [spell("F" * m + "B" * m, r) for r in range(p)]
+
+
+def one_f_one_b(p, m):
+    """After p - r forward passes, rank r does one backward, one forward, in turn."""
+    orders = []
+    for r in range(p):
+        warm_up = min(m, p - r)
+        word = "F" * warm_up + "BF" * (m - warm_up) + "B" * warm_up
+        orders.append(spell(word, r))
+    return orders
+
+
+def in_rounds(kind, stages, p, m):
+    """Return passes of p micro-batches on each stage in turn, then of the next p."""
+    order = []
+    for first, stage in product(range(0, m, p), stages):
+        order += [Action(stage, first + i, kind) for i in range(p)]
+    return order
+
+
+def interleaved(p, m, v=2):
+    """1F1B with v stages per rank: rank r has r, r + p and so on."""
+    if m % p:
+        raise ValueError(f"{p} ranks take rounds of {p} micro-batches: {m} do not fit")
+    orders = []
+    for r in range(p):
+        stages = range(r, v * p, p)
+        forward = in_rounds("forward", stages, p, m)
+        backward = in_rounds("backward", stages[::-1], p, m)
+        warm_up = min(v * m, (v - 1) * p + 2 * (p - 1 - r) + 1)
+        turns = chain(*zip(backward, forward[warm_up:]))
+        orders.append([*forward[:warm_up], *turns, *backward[v * m - warm_up :]])
+    return orders
+
+
+def zero_bubble(p, m):
+    """ZB-H1: 1F1B in which the weights of rank r lag r micro-batches behind."""
+    orders = []
+    for r in range(p):
+        warm_up = min(m, p - r)
+        lag = min(r, m - warm_up)
+        steady = "BF" * lag + "BWF" * (m - warm_up - lag)
+        orders.append(spell("F" * warm_up + steady + "BW" * warm_up + "W" * lag, r))
+    return orders
+
+
+def zero_bubble_v(p, m):
+    """ZB-V: micro-batches go down the ranks, and then up again.
+
+    Rank r has the stages r (capitals) and 2p - 1 - r (small letters).
+    """
+    n, orders = max(m, 2 * p - 1), []  # with fewer, the others are left out
+    for r in range(p):
+        warm_up = "F" * (2 * (p - r) - 1) + "fF" * r + "fbw" * (p - r)
+        cool_down = "Bb" * r + "BW" * (p - r) + "w" * r + "W" * r
+        order = spell(warm_up + "FBWfbw" * (n - p) + cool_down, r, 2 * p - 1 - r)
+        orders.append([action for action in order if action.microbatch < m])
+    return orders
+
+
+def source(action, num_stages):
+    """Return the action of another stage whose result ``action`` works on, if any."""
+    stage, microbatch, kind = action
+    if kind == "forward" and stage > 0:
+        return Action(stage - 1, microbatch, kind)
+    if kind == "backward" and stage < num_stages - 1:
+        return Action(stage + 1, microbatch, kind)
+    return None
+
+
+def targets(orders):
+    """Return for each action the one on another stage that works on its result."""
+    num_stages = len(placement(orders))
+    found = {source(action, num_stages): action for action in chain(*orders)}
+    found.pop(None, None)
+    return found
+
+
+def needs(action, num_stages):
+    """Return the actions that must be done before ``action``."""
+    before = [source(action, num_stages)]
+    if action.kind != "forward":
+        own = "forward" if action.kind == "backward" else "backward"
+        before.append(action._replace(kind=own))
+    return [need for need in before if need]
+
+
+def placement(orders):
+    """Return on which rank each stage lives, {stage: rank}; raise if it is on two."""
+    place = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            if place.setdefault(action.stage, rank) != rank:
+                where = f"ranks {place[action.stage]} and {rank}"
+                raise ValueError(f"stage {action.stage} is on {where}")
+    return dict(sorted(place.items()))
+
+
+def is_split(orders):
+    """Tell whether backward passes are split in two: whether there is a "weight"."""
+    return any(action.kind == "weight" for action in chain(*orders))
+
+
+def check_complete(orders):
+    """Raise ValueError unless each micro-batch makes each pass on each stage once."""
+    counts = Counter(chain(*orders))
+    if not counts:
+        raise ValueError("the schedule has no actions")
+    num_stages, m = (1 + max(numbers) for numbers in list(zip(*counts))[:2])
+    kinds = ["forward", "backward", "weight"][: 2 + is_split(orders)]
+    passes = product(range(num_stages), range(m), kinds)
+    wanted = dict.fromkeys(Action(*each) for each in passes)
+    for action in chain(wanted, counts):
+        if action not in wanted:
+            raise ValueError(f"{action!r} is no action of a pipeline")
+        if counts[action] != 1:
+            raise ValueError(f"{action} is there {counts[action]} times, not once")
+
+
+def play(orders):
+    """Let the ranks go through their lists; return the ticks, lists of actions.
+
+    In a tick each rank does its next action, if all that it needs was done before. A
+    ValueError says which action is missing or twice, or waits for what never comes.
+    """
+    check_complete(orders)
+    num_stages = len(placement(orders))
+    todo, done, ticks = [deque(order) for order in orders], set(), []
+    while any(todo):
+        heads = [actions[0] for actions in todo if actions]
+        tick = [head for head in heads if done.issuperset(needs(head, num_stages))]
+        if not tick:
+            missing = [n for n in needs(heads[0], num_stages) if n not in done]
+            waits = f"the {heads[0]} waits for the {missing[0]}"
+            raise ValueError(f"tick {len(ticks)}: {waits}, which never comes")
+        for actions in todo:
+            if actions and actions[0] in tick:
+                actions.popleft()
+        done.update(tick)
+        ticks.append(tick)
+    return ticks
+
+
+class Span(NamedTuple):
+    """An action and the time that it took: ``start`` to ``end``."""
+
+    action: Action
     start: float
     end: float
 
 
-PipelineSchedule = Callable[[int, int], list[list[Action]]]
+def clock(orders, forward=1.0, backward=1.0, weight=1.0, transfer=0.0):
+    """Return when each action begins and ends: a list of spans per rank.
 
-
-def sequential(num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    """One action at a time: each micro-batch passes all stages forward and backward.
-
-    2·m·p ticks for p stages and m micro-batches.
+    Ranks begin an action as soon as they are free and its input is there. The costs are
+    in any unit, and may be a list with one for each stage. A backward pass that is not
+    split costs backward + weight. A result reaches another rank ``transfer`` later:
+    messages are late, but they never queue, and senders go on at once.
     """
-    ticks = []
-    for i in range(num_microbatches):
-        ticks += [[Action(s, i, "forward")] for s in range(num_stages)]
-        ticks += [[Action(s, i, "backward")] for s in reversed(range(num_stages))]
-    return ticks
-
-
-def gpipe(num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    """All micro-batches forward, one tick apart, and then back the same way: GPipe.
-
-    2(m + p - 1) ticks for p stages and m micro-batches. A stage keeps the activations
-    of up to m.
-    """
-    forward = [[] for _ in range(num_microbatches + num_stages - 1)]
-    for s in range(num_stages):
-        for i in range(num_microbatches):
-            forward[s + i].append(Action(s, i, "forward"))
-    backward = [
-        [Action(s, i, "backward") for s, i, _ in tick] for tick in reversed(forward)
-    ]
-    return forward + backward
-
-
-def one_f_one_b(num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    """Each stage runs backward as soon as it can, then forward again, in turn: 1F1B.
-
-    As many ticks as ``gpipe``, but stage s of p keeps activations of at most p - s
-    micro-batches.
-    """
-    p = num_stages
-    ticks = [[] for _ in range(2 * (num_microbatches + p - 1))]
-    for s in range(p):
-        for i in range(num_microbatches):
-            warms_up = i < p - s  # no backward pass is ready yet
-            ticks[s + i if warms_up else s + 2 * i].append(Action(s, i, "forward"))
-            ticks[2 * p - 1 - s + 2 * i].append(Action(s, i, "backward"))
-    return ticks
-
-
-def source(action: Action, num_stages: int) -> Action | None:
-    """Return another stage's action whose result ``action`` works on, if any."""
-    s, i, kind = action
-    s += -1 if kind == "forward" else 1
-    return Action(s, i, kind) if 0 <= s < num_stages else None
-
-
-def target(action: Action, num_stages: int) -> Action | None:
-    """Return another stage's action that works on the result of ``action``, if any."""
-    s, i, kind = action
-    s += 1 if kind == "forward" else -1
-    return Action(s, i, kind) if 0 <= s < num_stages else None
-
-
-def needs(action: Action, num_stages: int) -> list[Action]:
-    """Return the actions that must be done before ``action``."""
-    before = [source(action, num_stages)]
-    if action.kind == "backward":
-        before.append(action._replace(kind="forward"))
-    return [need for need in before if need]
-
-
-def own_actions(ticks: list[list[Action]], stage: int) -> list[Action]:
-    """Return what one stage does, in order."""
-    return [action for action in chain(*ticks) if action.stage == stage]
-
-
-def _check_sizes(num_stages, num_microbatches, **_) -> None:
-    if num_stages < 1 or num_microbatches < 1:
-        raise ValueError(
-            f"{num_stages} stages and {num_microbatches} micro-batches: need one each"
-        )
-
-
-@checked(_check_sizes)
-def check_pipeline(
-    ticks: list[list[Action]], num_stages: int, num_microbatches: int
-) -> None:
-    """Check that the ticks make a step; a ValueError names the first wrong action.
-
-    Every micro-batch passes every stage once forward and once backward, no stage has
-    two actions in a tick, and each action comes after those that it needs.
-    """
-    everything = product(
-        range(num_stages), range(num_microbatches), ("forward", "backward")
-    )
-    # done: action -> its tick
-    wanted, done = dict.fromkeys(starmap(Action, everything)), {}
-    for tick, actions in enumerate(ticks):
-        busy = [action.stage for action in actions]
-        for action in actions:
-            if action not in wanted:
-                sizes = f"{num_stages} stages and {num_microbatches} micro-batches"
-                raise ValueError(f"{action!r} is no action of {sizes}")
-            if action in done:
-                raise ValueError(
-                    f"tick {tick}: {action} was done in tick {done[action]}"
-                )
-            if busy.count(action.stage) > 1:
-                raise ValueError(f"tick {tick}: stage {action.stage} has two actions")
-            for need in needs(action, num_stages):
-                if need not in done:
-                    raise ValueError(f"tick {tick}: {action} comes before {need}")
-        done |= dict.fromkeys(actions, tick)
-    for action in wanted:
-        if action not in done:
-            raise ValueError(f"{action} is missing")
-
-
-def check_order(ticks: list[list[Action]], num_stages: int) -> None:
-    """Check that neighbours take micro-batches in one order, as messages arrive."""
-    order = defaultdict(list)
-    for stage, microbatch, kind in chain(*ticks):
-        order[kind, stage].append(microbatch)
-    for kind, s in product(("forward", "backward"), range(num_stages - 1)):
-        if order[kind, s] != order[kind, s + 1]:
-            raise ValueError(
-                f"stages {s} and {s + 1} process micro-batches {kind} in different"
-                " orders"
-            )
-
-
-def _check_times(ticks, forward, backward, **_) -> None:
-    num_stages = len({action.stage for action in chain(*ticks)})
-    for kind, times in {"forward": forward, "backward": backward}.items():
-        if isinstance(times, Sequence) and len(times) != num_stages:
-            raise ValueError(f"{kind} has {len(times)} times for {num_stages} stages")
-
-
-@checked(_check_times)
-def predict(
-    ticks: list[list[Action]],
-    forward: float | Sequence[float] = 1.0,
-    backward: float | Sequence[float] = 2.0,
-    transfer: float = 0.0,
-) -> list[Span]:
-    """Return when each action begins and ends, in the order in which they end.
-
-    A stage makes its actions in the order of the ticks, each as soon as it is free and
-    its input has come. ``forward`` and ``backward`` are seconds per micro-batch, of all
-    stages or a list for each. After ``transfer`` seconds the next stage has a result;
-    the sender does not wait.
-    """
-    num_stages = len({action.stage for action in chain(*ticks)})
-    seconds = {
-        kind: times if isinstance(times, Sequence) else [times] * num_stages
-        for kind, times in {"forward": forward, "backward": backward}.items()
-    }
-    free, ends, spans = [0.0] * num_stages, {}, []
+    ticks, place, split = play(orders), placement(orders), is_split(orders)
+    costs = {"forward": forward, "backward": backward, "weight": weight}
+    for kind, cost in costs.items():
+        if not isinstance(cost, list):
+            costs[kind] = [cost] * len(place)
+        elif len(cost) != len(place):
+            raise ValueError(f"{kind} has {len(cost)} costs for {len(place)} stages")
+    free, ends, spans = [0.0] * len(orders), {}, [[] for _ in orders]
     for action in chain(*ticks):
-        need = source(action, num_stages)
-        arrives = ends[need] + transfer if need else 0.0
-        start = max(free[action.stage], arrives)
-        end = start + seconds[action.kind][action.stage]
-        free[action.stage] = ends[action] = end
-        spans.append(Span(*action, start, end))
-    return sorted(spans, key=lambda span: (span.end, span.start))
+        stage, _, kind = action
+        start = free[place[stage]]
+        sender = source(action, len(place))
+        if sender:
+            travel = transfer if place[sender.stage] != place[stage] else 0.0
+            start = max(start, ends[sender] + travel)
+        end = start + costs[kind][stage]
+        if kind == "backward" and not split:
+            end += costs["weight"][stage]
+        free[place[stage]] = ends[action] = end
+        spans[place[stage]].append(Span(action, start, end))
+    return spans
 
 
-def bubble(spans: Iterable[Span]) -> float:
-    """Return the idle part of stages' time, 0 to 1, from first start to last end.
+def bubble(spans):
+    """Return the idle part of all ranks' time, from the first start to the last end."""
+    every = list(chain(*spans))
+    duration = max(span.end for span in every) - min(span.start for span in every)
+    busy = sum(span.end - span.start for span in every)
+    return 1 - busy / (len(spans) * duration)
 
-    With m micro-batches and p equal stages it is (p - 1)/(m + p - 1) in ``gpipe`` and
-    1F1B.
+
+def kept(order):
+    """Return, after each action of a rank, how many activations it keeps.
+
+    Those of a micro-batch on a stage count as one, until the last pass that needs them.
     """
-    spans = list(spans)
-    duration = max(span.end for span in spans) - min(span.start for span in spans)
-    num_stages = len({span.stage for span in spans})
-    busy = sum(span.end - span.start for span in spans)
-    return 1 - busy / (num_stages * duration) if duration else 0.0
-
-
-def live_counts(actions: Iterable[Action | Span]) -> dict[int, list[int]]:
-    """Return how many micro-batches' activations each stage keeps after each action."""
-    counts = defaultdict(list)
-    for action in actions:
-        before = counts[action.stage][-1] if counts[action.stage] else 0
-        counts[action.stage].append(before + (1 if action.kind == "forward" else -1))
-    return dict(sorted(counts.items()))
+    last = "weight" if is_split([order]) else "backward"
+    counts, now = [], 0
+    for action in order:
+        now += (action.kind == "forward") - (action.kind == last)
+        counts.append(now)
+    return counts

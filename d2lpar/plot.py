@@ -5,18 +5,20 @@ Each is a ``Picture``: a matplotlib figure that also says in words what it shows
 
 import base64
 import io
+from collections import defaultdict
 from itertools import cycle, pairwise
 
 import matplotlib.style
 import numpy as np
 from matplotlib.collections import PatchCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Patch, Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from .pipeline.schedules import bubble, live_counts
+from .pipeline_schedules import Span, bubble, kept
 from .schedules import chunks_of, holdings, num_chunks
 
 # Of Okabe and Ito's colours and of Tol's, those that stand out from white.
@@ -24,6 +26,7 @@ PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288", "#6699CC", "#1
 PALETTE += ["#882255"]
 NAMES = ["star", "ring", "tree", "direct", "halving_doubling", "dist.all_reduce"]
 SCHEDULES = dict(zip(NAMES, PALETTE, strict=False)) | {"recursive_doubling": PALETTE[7]}
+COLOURS = dict(zip(["forward", "backward", "weight"], PALETTE, strict=False))
 INK, GREY, DARK_GREY = "#222222", "#E4E4E4", "#767676"
 CENTRED = {"ha": "center", "va": "center_baseline", "size": 9}
 WIDTH = 6.4  # inches, shown as 640 pixels
@@ -232,14 +235,14 @@ def _arrow(ax, start, end, thick: float, dashed=False, bend=-0.2) -> None:
     ax.annotate("", end, start, arrowprops=style)
 
 
-def _blocks(ax, y: float, height: float, spans, total: float, colour: str) -> None:
+def _blocks(ax, y, height, spans, total: float, colour, ink: str = "white") -> None:
     """Draw blocks (start, end, label), all visible, with the labels that fit."""
     pairs = [(start, max(end - start, 0.006 * total)) for start, end, _ in spans]
     style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.6}
     ax.broken_barh(pairs, (y - height / 2, height), **style)
     for (start, length), (*_, label) in zip(pairs, spans, strict=True):
         if len(str(label)) < 62 * length / total:  # characters that fit
-            ax.text(start + length / 2, y, label, color="white", **CENTRED)
+            ax.text(start + length / 2, y, label, color=ink, **CENTRED)
 
 
 def _time_axis(ax, lanes: list[str], total: float, unit: str) -> None:
@@ -269,43 +272,49 @@ def timeline(spans: list[tuple], title: str = "", note: str = "") -> Picture:
 
 @styled
 def pipeline(spans, title: str = "", unit: str = "ticks", note: str = "") -> Picture:
-    """Draw when each stage works on which micro-batch; with a key, {name: spans}."""
-    panels = dict(spans) if isinstance(spans, dict) else {"": spans}
-    for name, own in panels.items():
-        zero = min(s.start for s in own)
-        panels[name] = [s._replace(start=s.start - zero, end=s.end - zero) for s in own]
-    every = [span for own in panels.values() for span in own]
-    stages, total = 1 + max(s.stage for s in every), 1.12 * max(s.end for s in every)
-    figure = Picture(0.6 + (0.42 * stages + 0.5) * len(panels), title, note)
+    """Draw which micro-batch each rank works on: lists of Spans, or {name: lists}.
+
+    Further stages of a rank are paler. ``keeps`` counts micro-batches of a whole rank.
+    """
+    panels, kinds = dict(spans) if isinstance(spans, dict) else {"": spans}, {}
+    for name, ranks in panels.items():
+        zero = min(own[0].start for own in ranks)
+        panels[name] = [[Span(a, b - zero, e - zero) for a, b, e in r] for r in ranks]
+    ends = {name: max(own[-1].end for own in ranks) for name, ranks in panels.items()}
+    num_ranks, total = max(map(len, panels.values())), 1.12 * max(ends.values())
+    figure = Picture(0.6 + (0.42 * num_ranks + 0.5) * len(panels), title, note)
     axes = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0]
-    for ax, (name, own) in zip(axes, panels.items(), strict=True):
-        end = max(span.end for span in own)
-        head = f"{quantity(end, unit)}, {100 * bubble(own):.0f} % idle"
+    for ax, (name, ranks) in zip(axes, panels.items(), strict=True):
+        head = f"{quantity(ends[name], unit)}, {100 * bubble(ranks):.0f} % idle"
         ax.set_title(f"{name}: {head}" if name else head)
-        for stage in range(stages):
-            _draw_stage(ax, stage, own, end, total)
-        _time_axis(ax, [f"stage {i}" for i in range(stages)], total, unit)
+        for rank, own in enumerate(ranks):
+            kinds |= {span.action.kind: COLOURS[span.action.kind] for span in own}
+            _draw_rank(ax, rank, own, ends[name], total)
+        _time_axis(ax, [f"rank {r}" for r in range(num_ranks)], total, unit)
         ax.label_outer()
-    if len(panels) > 1:
-        colours = {"forward": PALETTE[0], "backward": PALETTE[1], "idle": GREY}
-        colours |= {"micro-batches kept": DARK_GREY}
-        key = [Patch(color=colour, label=label) for label, colour in colours.items()]
-        figure.legend(handles=key, loc="outside lower left", ncols=4)
+    if len(panels) > 1 or len(kinds) > 2:
+        kinds |= {"idle": GREY, "micro-batches kept": DARK_GREY}
+        key = [Patch(color=colour, label=label) for label, colour in kinds.items()]
+        figure.legend(handles=key, loc="outside lower left", ncols=5)
     words = "; ".join(ax.get_title("left") for ax in axes)
     figure.alt = f"{title or 'A pipeline over time'}. {words}."
     return figure
 
 
-def _draw_stage(ax, stage: int, spans, end: float, total: float) -> None:
-    """Draw what a stage does and, below, how many micro-batches it keeps."""
-    own = sorted((s for s in spans if s.stage == stage), key=lambda span: span.start)
-    counts, floor = live_counts(own)[stage], stage + 0.42
-    ax.broken_barh([(0, end)], (stage - 0.4, 0.56), facecolor=GREY)
-    for i, kind in enumerate(("forward", "backward")):
-        blocks = [(s.start, s.end, s.microbatch) for s in own if s.kind == kind]
-        _blocks(ax, stage - 0.17 + 0.1 * i, 0.46, blocks, total, PALETTE[i])
-    # It is kept from the start of its forward to the end of its backward pass.
-    times = [s.end if s.kind == "backward" else s.start for s in own]
+def _draw_rank(ax, rank: int, own, end: float, total: float) -> None:
+    """Draw what a rank does and, below, how many micro-batches it keeps."""
+    ax.broken_barh([(0, end)], (rank - 0.4, 0.56), facecolor=GREY)
+    blocks = defaultdict(list)
+    for (stage, i, kind), *times in own:
+        blocks[kind, stage].append((*times, i))
+    stages = sorted({stage for _, stage in blocks})
+    for (kind, stage), those in blocks.items():
+        y, pale = rank - 0.17 + 0.1 * (kind != "forward"), 0.55 * (stage != stages[0])
+        colour = [c + pale * (1 - c) for c in to_rgb(COLOURS[kind])]
+        _blocks(ax, y, 0.46, those, total, colour, INK if pale else "white")
+    # It is kept from the start of its forward to the end of its last pass.
+    counts = [n / len(stages) for n in kept([span.action for span in own])]
+    times, floor = [s[1 + (s.action.kind != "forward")] for s in own], rank + 0.42
     heights = [floor - 0.2 * count / max(4, *counts) for count in counts]
     ax.fill_between(times, floor, heights, step="post", color=DARK_GREY, linewidth=0.8)
-    ax.text(end, stage + 0.3, f" keeps {max(counts)}", size=9, va="center")
+    ax.text(end, rank + 0.3, f" keeps {max(counts):g}", size=9, va="center")

@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from d2lpar import ranks, schedules
-from d2lpar.pipeline.schedules import gpipe, one_f_one_b, sequential
 from d2lpar.ranks.launch import launch
 
 SCHEDULES = [schedules.star, schedules.ring, schedules.tree, schedules.direct]
 SCHEDULES += [schedules.halving_doubling, schedules.recursive_doubling]
 LIMIT = 60  # seconds for a launch that takes less than one
 MEAN = 1.5
-PIPELINES = sequential, gpipe, one_f_one_b
 SOON = 8.0  # seconds for a call that takes milliseconds on a machine that is not busy
 # What torchrun sets for rank 3: the second one on the second of two machines
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}

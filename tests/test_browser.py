@@ -18,7 +18,7 @@ import pytest
 import website
 from exercises import masters, role, solution
 
-from d2lpar import pipeline, schedules
+from d2lpar import bubble, clock, schedules
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,8 +130,10 @@ def test_players_show_what_python_counts_and_obey_the_keyboard(page, site):
     page.get_by_role("combobox", name="Stages").select_option("3")
     page.get_by_role("slider", name="Micro-batches").press("Home")
     page.keyboard.press("ArrowRight")
-    spans = [pipeline.predict(f(3, 2), 1, 2) for f in website.PIPELINES.values()]
-    expected = [(f"{s[-1].end:g}", f"{100 * pipeline.bubble(s):.1f} %") for s in spans]
+    spans = [clock(f(3, 2)) for f in website.PIPELINES.values()]
+    ends = [max(own[-1].end for own in s) for s in spans]
+    idle = [f"{100 * bubble(s):.1f} %" for s in spans]
+    expected = [(f"{end:g}", share) for end, share in zip(ends, idle)]
     assert [tuple(row[1:3]) for row in rows(page, "table")] == expected
 
 

@@ -1,408 +1,425 @@
-"""A pipeline in one process: any schedule trains the model that was cut."""
+"""A pipeline trains what the whole network would, on devices and between ranks."""
 
+import threading
+import time
 from copy import deepcopy
-from itertools import product
+from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
-    PIPELINES,
+    LIMIT,
+    SOON,
     WIDTHS,
-    NeedsRows,
+    attempt,
     batch,
+    both_ways,
     close,
-    distance,
     frozen,
     grads,
     loss_and_grads,
     mlp,
     of_tokens,
+    on_ranks,
     randn,
+    take,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from d2lpar import (
-    Pipeline,
-    SplitModel,
-    count_bytes,
-    cut,
+from d2lpar import DistributedPipeline, Pipeline, count_bytes, cut, launch, ranks
+from d2lpar.pipeline import Stage, balance
+from d2lpar.pipeline_schedules import (
+    Action,
     gpipe,
+    interleaved,
     one_f_one_b,
+    placement,
     sequential,
+    zero_bubble,
+    zero_bubble_v,
 )
-from d2lpar.memory import peak_memory
-from d2lpar.pipeline.schedules import Action
 
-W = torch.tensor([0.5, 2.0, 0.25, 1.0, 3.0], dtype=torch.float64)
-
-
-def labels(n):
-    return torch.randint(5, (n,), generator=torch.Generator().manual_seed(3))
+SCHEDULES = sequential, gpipe, one_f_one_b, interleaved, zero_bubble, zero_bubble_v
+MSE = nn.MSELoss(reduction="sum")
+X, Y = batch(11)
 
 
-X, Y = batch()
+# Where a network is cut
 
 
-def pipe(model, p, m, schedule=one_f_one_b, criterion=None, **kwargs):
-    return Pipeline(
-        cut(model, p), ["cpu"] * p, criterion or nn.MSELoss(), m, schedule, **kwargs
-    )
+@given(st.lists(st.integers(0, 9) | st.floats(0, 9), min_size=1, max_size=8), st.data())
+def test_the_largest_part_is_as_small_as_can_be(costs, data):
+    parts = data.draw(st.integers(1, len(costs)))
+    found = balance(costs, parts)
+    assert len(found) == parts and sum(found) == len(costs) and min(found) >= 1
+
+    def largest(ends):
+        return max(sum(costs[a:b]) for a, b in pairwise([0, *ends, len(costs)]))
+
+    places = combinations(range(1, len(costs)), parts - 1)
+    ends = [sum(found[: n + 1]) for n in range(parts - 1)]
+    assert largest(ends) == pytest.approx(min(map(largest, places)))
 
 
-def check(model, p, m, X, y, schedule=one_f_one_b, criterion=None, **kwargs):
-    """Loss and gradients are those of the whole model."""
-    whole, criterion = deepcopy(model), criterion or nn.MSELoss()
-    pipeline = pipe(model, p, m, schedule, criterion, **kwargs)
-    loss = pipeline.forward_backward(X, y)
-    close((loss, grads(model)), loss_and_grads(whole, criterion, X.clone(), y))
-    assert not loss.requires_grad
+def test_stages_have_the_networks_own_layers_whatever_holds_the_costs():
+    model, costs = mlp(*WIDTHS), [9, 1, 1, 1, 1, 1, 1]
+    for layers in (model, list(model), nn.ModuleList(model)):
+        for own in (costs, tuple(costs), np.array(costs), torch.tensor(costs)):
+            first, second = cut(layers, 2, own)
+            assert [*first, *second] == [*model] and len(first) == 1
+    assert [len(stage) for stage in cut(model, 3)] == [3, 3, 1]
 
 
-def accumulated(model, criterion, X, y, m):
-    """Gradients of one micro-batch after the other, each weighted by its rows."""
-    for X_part, y_part in zip(X.tensor_split(m), y.tensor_split(m), strict=True):
-        (criterion(model(X_part), y_part) * len(y_part) / len(y)).backward()
-    return grads(model)
+def test_a_cut_that_cannot_be_is_refused():
+    first, last = nn.Linear(2, 2), nn.Linear(2, 2)
+    last.bias = first.bias
+    layers = [first, nn.Tanh(), last]
+    for arguments, words in [
+        ((layers, 4), "3 layers cannot be cut into 4 stages"),
+        ((layers, 0), "3 layers cannot be cut into 0 stages"),
+        ((layers, 2, [1, 2]), "there are 2 costs for 3 layers"),
+        ((layers, 2), "stages 0 and 1 share a parameter: keep layers that do in one"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            cut(*arguments)
+    assert len(cut([nn.Tanh(), first, last], 2, [9, 1, 1])) == 2
 
 
-# The definition: what the pipeline trains is what the model would be.
+# Backward passes in two halves
 
 
-@given(
-    st.sampled_from(PIPELINES), st.integers(1, 7), st.integers(1, 6), st.integers(0, 9)
-)
-def test_several_steps_train_the_same_model(schedule, p, m, more):
-    whole, model = mlp(*WIDTHS), mlp(*WIDTHS)
-    pipeline = pipe(model, p, m, schedule, recompute=more % 2 == 1)
-    ours, theirs = (
-        torch.optim.SGD(net.parameters(), 0.1, 0.9) for net in (model, whole)
-    )
-    for step in range(4):
-        # at times fewer rows than micro-batches
-        X, y = batch(1 + (more + step) % 10, step)
-        loss = pipeline.forward_backward(X, y)
-        close((loss, grads(model)), loss_and_grads(whole, nn.MSELoss(), X, y))
-        # the first gradients are added to
-        for optimizer in (ours, theirs) if step else ():
-            optimizer.step()
-            optimizer.zero_grad()
-    close(list(model.parameters()), list(whole.parameters()))
+class Tied(nn.Module):
+    """Uses one weight three times, and a function of it; changes an output in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, X):
+        X = self.layer(self.layer(self.norm(X)).relu_())
+        W = self.layer.weight
+        return F.linear(X, W.tanh(), None) + F.linear(X[0], W, None)
 
 
-def test_micro_batches_differ_by_at_most_one_row_and_the_last_are_shorter():
-    rows = []
-
-    def criterion(output, target):
-        rows.append(len(output))
-        return F.mse_loss(output, target)
-
-    pipe(mlp(*WIDTHS), 2, 4, criterion=criterion, count=len).forward_backward(
-        *batch(10)
-    )
-    assert rows == [3, 3, 2, 2]
+def partly_frozen():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5, bias=False))
+    model[0].weight.requires_grad_(False)
+    model[1].bias.requires_grad_(False)
+    return model
 
 
-def masked(output, target):
-    mask = target[:, :1] > 0
-    return ((output - target).square() * mask).sum() / mask.sum()
+@pytest.mark.parametrize("build", [lambda: mlp(6, 8, 5), Tied, partly_frozen])
+@pytest.mark.parametrize("wanted", [True, False])  # whether the input's gradient is
+def test_two_halves_of_a_backward_pass_make_the_whole(build, wanted):
+    torch.manual_seed(0)
+    whole = build().double()
+    halves = deepcopy(whole)
+    first, second = Stage(whole), Stage(halves, split=True)
+    for i in range(2):  # both are under way at once
+        for stage in (first, second):
+            stage.forward(i, randn(2, 3, 6, seed=i).requires_grad_(wanted))
+    for i in (1, 0):
+        grad = randn(*first.live[i][1].shape, seed=9)
+        close(second.backward(i, grad), first.backward(i, grad))
+    left = [p.grad for p, q in zip(halves.parameters(), grads(whole)) if q is not None]
+    assert not wanted or None in left, "nothing was left for later"
+    for i in (0, 1):
+        second.weight(i, None)
+    close(grads(halves), grads(whole))
+    assert second.live == second.later == {}
 
 
-IGNORED = labels(8)
-IGNORED[3:6] = 1  # the second of three micro-batches
-CE = nn.CrossEntropyLoss
-# (criterion, targets, count, whether a weight by rows would be right, too)
-CRITERIA = {
-    "mean": (nn.MSELoss(), randn(7, 5), None, True),
-    "sum": (nn.MSELoss(reduction="sum"), randn(7, 5), None, None),
-    "masked": (masked, randn(9, 5, seed=1), lambda y: (y[:, 0] > 0).sum(), False),
-    "some ignored": (CE(W, ignore_index=2), labels(8), None, False),
-    "all ignored in one part": (CE(W, ignore_index=1), IGNORED, None, False),
-    "smooth, all ignored": (
-        CE(ignore_index=1, label_smoothing=0.1),
+# On devices and between ranks: what is trained is what one device would train
+
+
+def convolutions():
+    torch.manual_seed(0)
+    layers = nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.GELU(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(16, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+
+
+def counted(y):
+    return (y != 1).sum()
+
+
+TOKENS = torch.arange(33).reshape(11, 3) % 11
+IGNORED = nn.CrossEntropyLoss(ignore_index=1, reduction="sum")
+CASES = {  # network, inputs, targets, criterion, count
+    "mlp": (lambda: mlp(*WIDTHS, 5, 5), X, Y, MSE, torch.numel),
+    "sum": (convolutions, X, Y, MSE, None),
+    "frozen": (frozen, X, Y, MSE, torch.numel),
+    "tokens": (
+        lambda: nn.Sequential(nn.Identity(), *of_tokens()),
+        TOKENS,
+        TOKENS[:, 0] % 5,
         IGNORED,
-        None,
-        False,
+        counted,
     ),
 }
 
 
-@pytest.mark.parametrize("name", CRITERIA)
-def test_other_criteria(name):
-    criterion, y, count, by_rows = CRITERIA[name]
-    X = randn(len(y), 6, seed=5)
-    for schedule in PIPELINES:
-        model = mlp(*WIDTHS)
-        check(model, 2, 3, X, y, schedule, criterion, count=count)
-        few = nn.Sequential(*mlp(*WIDTHS), NeedsRows())  # fewer rows than micro-batches
-        check(few, 3, 5, X[-3:], y[-3:], schedule, criterion, count=count)
-    if by_rows is not None:
-        naive = accumulated(mlp(*WIDTHS), criterion, X, y, 3)
-        close_enough = all(map(torch.allclose, naive, grads(model)))
-        assert close_enough == by_rows, "weighted by rows it would be the same"
+def one_device(case, num_stages):
+    """The loss of one device, and the gradients of two batches by stage."""
+    build, X, y, criterion, count = CASES[case]
+    model = build()
+    for _ in range(2):
+        loss = criterion(model(X), y) / (count(y) if count else 1)
+        loss.backward()
+    return loss.detach(), [grads(stage) for stage in cut(model, num_stages)]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_batch_norm_sees_a_micro_batch_at_a_time(recompute):
-    layers = (
-        nn.Linear(6, 8),
-        nn.BatchNorm1d(8),
-        nn.Tanh(),
-        nn.BatchNorm1d(8),
-        nn.Linear(8, 5),
-    )
-    model = nn.Sequential(*layers).double()
-    whole, at_once, (X, y) = deepcopy(model), deepcopy(model), batch(9)
-    pipeline = pipe(model, 3, 2, recompute=recompute)
-    pipeline.forward_backward(X, y)
-    close(grads(model), accumulated(whole, nn.MSELoss(), X, y, 2))
-    close(list(model.buffers()), list(whole.buffers()))
-    assert distance(loss_and_grads(at_once, nn.MSELoss(), X, y)[1], grads(whole)) > 1e-3
-    # of fewer rows than parts
-    assert torch.equal(pipeline.eval()(X[:1]), whole.eval()(X[:1]))
+@pytest.mark.parametrize("case", CASES)
+def test_devices_train_what_one_device_trains(case):
+    build, X, y, criterion, count = CASES[case]
+    for schedule in SCHEDULES:
+        num_stages, before = len(placement(schedule(2, 4))), X.clone()
+        loss, right = one_device(case, num_stages)
+        stages = cut(build(), num_stages)
+        pipeline = Pipeline(stages, ["cpu"] * 2, criterion, 4, schedule, count)
+        found = [pipeline.forward_backward(X, y) for _ in range(2)]
+        close([found, list(map(grads, stages))], [[loss, loss], right])
+        assert torch.equal(X, before) and not found[0].requires_grad
 
 
-THERE, BACK = {(0, 1), (1, 2)}, {(1, 0), (2, 1)}
-MODELS = [  # inputs, links that are used
-    (lambda: nn.Sequential(nn.ReLU(inplace=True), *mlp(*WIDTHS)), X, THERE | BACK),
-    (
-        lambda: nn.Sequential(mlp(6, 5), nn.Flatten(), nn.ReLU(inplace=True)),
-        X,
-        THERE | BACK,
-    ),
-    (frozen, X, THERE | {(2, 1)}),
-    (of_tokens, labels(21).reshape(7, 3), THERE | BACK),
-]
+@both_ways
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_ranks_train_what_one_device_trains(p, way):
+    def train(rank, p):
+        for schedule in SCHEDULES:
+            num_stages = len(placement(schedule(p, 2 * p)))
+            for case in CASES if p < 4 else ["mlp"]:
+                build, X, y, criterion, count = CASES[case]
+                loss, right = one_device(case, num_stages)
+                stages = cut(build(), num_stages)
+                run = DistributedPipeline(stages, criterion, 2 * p, schedule, count)
+                take(way, run.group)
+                found = [run.forward_backward(X, y) for _ in range(2)]
+                for s in map(int, run.stages):
+                    close(grads(stages[s]), right[s])
+                is_last = str(num_stages - 1) in run.stages
+                assert is_last or found == [None, None]
+                close(found, [loss if is_last else None] * 2)
+
+    launch(train, p, timeout=LIMIT)
 
 
-@pytest.mark.parametrize(("build", "X", "links"), MODELS)
-def test_other_models(build, X, links):
-    before = X.clone()
-    for schedule, recompute in product(PIPELINES, (False, True)):
-        with count_bytes() as ledger:
-            check(build(), 3, 3, X, Y, schedule, recompute=recompute)
-        assert set(ledger.bytes) == links and torch.equal(X, before)
+TORCHS = {
+    "ScheduleGPipe": gpipe,
+    "Schedule1F1B": one_f_one_b,
+    "ScheduleInterleaved1F1B": interleaved,
+    "ScheduleInterleavedZeroBubble": zero_bubble,
+    "ScheduleZBVZeroBubble": zero_bubble_v,
+}
 
 
-def test_ignored_targets_leave_infinite_logits_out():
-    logits = torch.tensor([[1.0, -torch.inf, 2.0, 0.0, 0.0]], dtype=torch.float64)
-    adds = nn.Module()
-    adds.forward = lambda X: X + logits
-    model = nn.Sequential(nn.Linear(6, 5).double(), adds)
-    check(model, 2, 2, randn(2, 6), torch.tensor([2, -100]), criterion=CE())
-    assert model[0].weight.grad.isfinite().all()
+def gradients_are_torchs(rank, p):
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    X, y = batch(12)
+    for name, schedule in TORCHS.items():
+        n, kind = len(placement(schedule(p, 4))), getattr(schedules, name)
+        ours, theirs = cut(mlp(*WIDTHS), n), cut(mlp(*WIDTHS), n)
+        run = DistributedPipeline(ours, MSE, 4, schedule, torch.numel)
+        run.forward_backward(X, y)
+        cpu = torch.device("cpu")
+        own = [int(s) for s in run.stages]
+        parts = [PipelineStage(theirs[s], s, n, cpu) for s in own]
+        several = issubclass(kind, schedules.PipelineScheduleMulti)
+        torchs = kind(parts if several else parts[0], 4, loss_fn=nn.MSELoss())
+        target = {"target": y, "losses": []} if n - 1 in own else {}
+        torchs.step(*[X] * (0 in own), **target)
+        for s in own:
+            close(grads(ours[s]), grads(theirs[s]))
 
 
-def test_a_stage_without_a_way_back_ends_it_there():
-    detached = nn.Linear(4, 4)
-    detached.register_forward_pre_hook(lambda module, args: args[0].detach())
-    stages = [nn.Linear(4, 4), detached, nn.Linear(4, 2)]
-    pipeline = Pipeline(stages, ["cpu"] * 3, nn.MSELoss(), 2)
-    pipeline.forward_backward(torch.randn(5, 4), torch.randn(5, 2))
-    assert not stages[0].weight.grad.any()
-    assert stages[1].weight.grad.any() and stages[2].weight.grad.any()
+# What is sent, when, and where it lies
 
 
-def test_losses_of_16_bits_are_added_up_wide():
-    model = nn.Linear(4, 4).bfloat16()
-    X, y = torch.randn(64, 4).bfloat16(), torch.randn(64, 4).bfloat16()
-    pipeline = Pipeline([model], ["cpu"], nn.MSELoss(), 64)
-    losses = [
-        nn.MSELoss()(model(row), target) for row, target in zip(X, y, strict=True)
-    ]
-    close(
-        pipeline.forward_backward(X, y),
-        sum(loss.float() for loss in losses) / 64,
-        rtol=1e-3,
-    )
+@both_ways
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_large_messages_do_not_deadlock(schedule, way):
+    def train(rank, p):
+        stages = [nn.Conv1d(1, 1, 1, bias=False) for _ in placement(schedule(p, 6))]
+        for stage in stages:
+            nn.init.ones_(stage.weight)
+        run = DistributedPipeline(stages, MSE, 6, schedule, torch.numel)
+        take(way, run.group)
+        X = torch.full((6, 1, 400_000), 2.0)  # 1.6 MB per row: lanes hold 0.5
+        run.forward_backward(X, X / 2)
+        for stage in run.stages.values():  # a sum of millions
+            assert stage.weight.grad.item() == pytest.approx(4, rel=1e-2)
+
+    launch(train, 3, timeout=LIMIT)
 
 
-# What is sent, when, and what is kept.
-
-
-def test_stages_inputs_criterion_and_results_are_where_the_devices_say():
-    stages = [nn.Linear(6, 8).requires_grad_(False), nn.Linear(8, 7), nn.Linear(7, 5)]
-    criterion = CE(weight=torch.ones(5))
-    pipeline = Pipeline(stages, ["cpu", "meta", "meta"], criterion, 2)
-    assert [stage.weight.device.type for stage in pipeline.stages] == [
-        "cpu",
-        "meta",
-        "meta",
-    ]
-    assert criterion.weight.device.type == "meta"
-    elsewhere = Pipeline(stages[1:], ["meta", "meta"], nn.MSELoss(), 2)
+def bytes_are_counted_spans_noted_and_threads_end(rank, p):
+    before = threading.enumerate()
+    run = DistributedPipeline(cut(mlp(*WIDTHS), p), MSE, 3)
+    run.timeline = []
     with count_bytes() as ledger:
-        loss = elsewhere.forward_backward(torch.ones(5, 8), torch.ones(5, 5))
-    assert loss.device.type == stages[1].weight.grad.device.type == "meta"
-    assert ledger.bytes["host", 0] == 5 * 8 * 4 and ledger.messages["host", 0] == 2
-    assert elsewhere(torch.ones(5, 8)).device.type == "meta"
+        run.forward_backward(X, Y)
+    assert ledger.bytes == {(rank, 1 - rank): 11 * 7 * 8}
+    assert ledger.messages == {(rank, 1 - rank): 3}  # one of each micro-batch
+    assert [span.action for span in run.timeline] == run.orders[rank]
+    times = [time for span in run.timeline for time in span[1:]]
+    assert times == sorted(times) and times[-1] > times[0]
+    [thread] = set(threading.enumerate()) - set(before)
+    del run
+    thread.join(SOON)
+    assert not thread.is_alive()
+
+
+def test_devices_get_their_stages_and_messages():
+    stages, criterion = [nn.Linear(6, 8), nn.Linear(8, 5)], deepcopy(IGNORED)
+    criterion.register_buffer("weight", torch.ones(5))
+    pipeline = Pipeline(stages, ["cpu", "meta"], criterion, 2)
+    assert [stage.weight.device.type for stage in stages] == ["cpu", "meta"]
+    assert pipeline.criterion.weight.device.type == "meta"
+    pipeline = Pipeline(cut(mlp(*WIDTHS), 2), ["cpu"] * 2, MSE, 3)
+    with count_bytes() as ledger:
+        pipeline.forward_backward(X, Y)
+    assert ledger.bytes == dict.fromkeys([(0, 1), (1, 0)], 11 * 7 * 8)
 
 
 @pytest.mark.gpu
 def test_stages_on_gpu_and_cpu_in_turn():
-    for schedule in PIPELINES:
-        whole, model, devices = mlp(*WIDTHS), mlp(*WIDTHS), ["cuda", "cpu", "cuda"]
-        pipeline = Pipeline(cut(model, 3), devices, nn.MSELoss(), 3, schedule)
+    for schedule in (one_f_one_b, zero_bubble):
+        stages, devices = cut(mlp(*WIDTHS), 3), ["cuda", "cpu", "cuda"]
+        pipeline = Pipeline(stages, devices, MSE, 3, schedule, torch.numel)
         loss = pipeline.forward_backward(X, Y)
-        ours = loss.cpu(), [grad.cpu() for grad in grads(model)]
-        close(ours, loss_and_grads(whole, nn.MSELoss(), X, Y))
-        places = [next(stage.parameters()).device.type for stage in pipeline.stages]
-        assert places == devices
+        found = [grad.cpu() for stage in stages for grad in grads(stage)]
+        whole = loss_and_grads(mlp(*WIDTHS), nn.MSELoss(), X, Y)
+        close((loss.cpu(), found), whole)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "peak"),
-    [(sequential, [1, 1, 1]), (gpipe, [5, 5, 5]), (one_f_one_b, [3, 2, 1])],
-)
-def test_each_link_carries_a_micro_batch_once_and_each_action_has_a_span(
-    schedule, peak
-):
-    pipeline = pipe(mlp(*WIDTHS), 3, 5, schedule)
-    with count_bytes() as ledger:
-        pipeline.forward_backward(X, Y)
-    links = {(0, 1): 7, (1, 0): 7, (1, 2): 9, (2, 1): 9}  # how many numbers per row
-    assert ledger.bytes == {link: 7 * width * 8 for link, width in links.items()}
-    assert ledger.messages == dict.fromkeys(links, 5)
-    assert pipeline.timeline is None and pipeline.peak_live == peak
-    pipeline.timeline = []
-    pipeline.forward_backward(X, Y)
-    assert pipeline.peak_live == peak
-    expected = [action for tick in schedule(3, 5) for action in tick]
-    assert [span[:3] for span in pipeline.timeline] == expected
-    times = [time for span in pipeline.timeline for time in span[3:]]
-    assert times == sorted(times) and times[-1] > times[0]
+# What is refused: nothing was sent, and all goes on
 
 
-def test_recomputing_and_1f1b_lower_the_peak_of_memory():
-    def peak(schedule, recompute):
-        layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())]
-        pipeline = pipe(nn.Sequential(*layers), 3, 8, schedule, recompute=recompute)
-        X, y = torch.ones(8 * 50, 8), torch.ones(8 * 50, 8)
-        pipeline.forward_backward(X, y)  # the gradients' own memory
-        return peak_memory(lambda: pipeline.forward_backward(X, y), "cpu")
-
-    peaks = {case: peak(*case) for case in product(PIPELINES, (False, True))}
-    for recompute in (False, True):
-        assert peaks[one_f_one_b, recompute] < 0.6 * peaks[gpipe, recompute]
-        assert peaks[sequential, recompute] < peaks[one_f_one_b, recompute]
-    for schedule in (gpipe, one_f_one_b):
-        assert peaks[schedule, True] < 0.7 * peaks[schedule, False]
-
-
-@pytest.mark.parametrize("p", [1, 2])
-def test_the_plain_split_is_the_model(p):
-    whole, model = mlp(*WIDTHS), mlp(*WIDTHS)
-    split, (X, y) = SplitModel(cut(model, p), ["cpu"] * p), batch()
-    with count_bytes() as ledger:
-        ours = loss_and_grads(split, nn.MSELoss(), X, y)
-    close(ours, loss_and_grads(whole, nn.MSELoss(), X, y))
-    assert ledger.bytes == ({(0, 1): 7 * 7 * 8, (1, 0): 7 * 7 * 8} if p == 2 else {})
-
-
-# What fails, and what is refused.
-
-
-@pytest.mark.parametrize(("kind", "i"), [("forward", 3), ("backward", 4)])
-def test_a_stage_that_fails_says_where_and_leaves_nothing_over(kind, i):
-    calls, model = [], mlp(*WIDTHS)
-    pipeline = pipe(model, 2, 5, gpipe)
-
-    def fail(module, args, output):
-        calls.append(1)
-        if kind == "backward":
-            output.register_hook(lambda grad: 1 / 0)
-        elif len(calls) == i + 1:
-            1 / 0  # noqa: B018
-
-    hook = model[-1].register_forward_hook(fail)
-    with pytest.raises(ZeroDivisionError) as caught:
-        pipeline.forward_backward(*batch(9, 8))
-    note = f"This was the pipeline's {kind} of micro-batch {i} on stage 1."
-    assert caught.value.__notes__ == [note]
-    hook.remove()
-    model.zero_grad()
-    ours = pipeline.forward_backward(X, Y), grads(model)
-    close(ours, loss_and_grads(mlp(*WIDTHS), nn.MSELoss(), X, Y))
-    assert pipeline.peak_live == [5, 5]
-
-
-def test_a_caller_in_inference_mode_is_told():
-    pipeline = pipe(mlp(*WIDTHS), 2, 2)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"[Ii]nference"):
-        pipeline.forward_backward(X + 0, Y)
-
-
-def one_more(p, m):
-    return [*gpipe(p, m), [Action(p, 0, "forward")]]
-
-
-def per_row(output, target):
-    return (output - target).square().mean(1)
+def crossed(p, m):
+    """Another order of micro-batches on each stage."""
+    words = [(i, kind) for i in reversed(range(m)) for kind in ("forward", "backward")]
+    first = [Action(0, i, kind) for kind in ("forward", "backward") for i in range(m)]
+    return [first, [Action(1, *word) for word in words]]
 
 
 PAIR = nn.Module()
 PAIR.forward = lambda X: (X, X)
-LINEAR, MSE = nn.Linear(6, 5, dtype=torch.float64), nn.MSELoss()
-ONE, TWO = ([LINEAR], ["cpu"], MSE, 2), [LINEAR, LINEAR]
-REFUSED = [  # a pipeline, a batch
-    ((TWO, ["cpu"], MSE, 2), (X, Y), ValueError, "2 stages for 1 devices"),
-    ((TWO, [], MSE, 2), (X, Y), ValueError, "devices is empty"),
-    ((nn.ModuleDict(), ["cpu"], MSE, 2), (X, Y), TypeError, "list .* not a ModuleDict"),
+REFUSED = [  # what is changed in a pipeline and its batch, and what is said
+    ({"criterion": nn.MSELoss()}, ValueError, 'reduction="mean", and must have "sum"'),
+    ({"stages": cut(mlp(*WIDTHS), 3)}, ValueError, "3 stages, and the schedule has 2"),
     (
-        ([LINEAR, torch.relu], ["cpu"] * 2, MSE, 2),
-        (X, Y),
-        TypeError,
-        "relu is not a Module",
-    ),
-    (
-        ([LINEAR], ["cpu"], F.mse_loss, 2),
-        (X, Y),
+        {"schedule": lambda p, m: [gpipe(p, m)[0][1:]] * p},
         ValueError,
-        "what mse_loss divides .* pass count",
+        "is there 0 times",
     ),
-    (
-        ([LINEAR], ["cpu"], MSE, 0),
-        (X, Y),
-        ValueError,
-        "1 stages and 0 micro-batches: need one",
-    ),
-    (
-        ([LINEAR], ["cpu"], nn.MSELoss(reduction="none"), 2),
-        (),
-        ValueError,
-        '"none" returns no',
-    ),
-    ((*ONE, lambda p, m: gpipe(p, m)[::-1]), (X, Y), ValueError, "comes before"),
-    ((*ONE, one_more), (X, Y), ValueError, "is no action"),
-    (
-        ([LINEAR], ["cpu"], per_row, 2, gpipe, False, len),
-        (X, Y),
-        ValueError,
-        r"shape \[4\], and no",
-    ),
-    (
-        ([LINEAR, nn.Flatten(0)], ["cpu"] * 2, MSE, 2),
-        (X, Y),
-        ValueError,
-        "20 rows of outputs, but 4",
-    ),
-    (
-        ([LINEAR, PAIR], ["cpu"] * 2, MSE, 2),
-        (X, Y),
-        TypeError,
-        "not a tuple: join what it",
-    ),
-    (ONE, (X[:0], Y[:0]), ValueError, r"a batch of shape \[0, 6\] has no rows to cut"),
-    (ONE, (X, Y[:6]), ValueError, r"X has shape \[7, 6\], but y has shape \[6, 5\]"),
-    (ONE, (X[0, 0], Y[0, 0]), ValueError, r"a batch of shape \[\] has no rows"),
-    (ONE, (X.clone().requires_grad_(), Y), ValueError, "X requires gradients"),
+    ({"m": 12}, ValueError, "X has 11 rows and y has 11: .* the same number, at least"),
+    ({"y": Y[:10]}, ValueError, "X has 11 rows and y has 10: both need the same"),
+    ({"stages": [*cut(mlp(*WIDTHS), 1), PAIR]}, TypeError, "a stage returned a tuple"),
 ]
 
 
-def test_pipelines_and_batches_that_are_refused():
-    for arguments, data, error, words in REFUSED:
-        with pytest.raises(error, match=words):
-            Pipeline(*arguments).forward_backward(*data)
-    assert LINEAR.weight.grad is None
+def made(rank_form, stages=None, criterion=MSE, m=3, schedule=one_f_one_b, X=X, y=Y):
+    """One step of a pipeline of two stages, of which arguments may be wrong."""
+    stages = cut(mlp(*WIDTHS), 2) if stages is None else stages
+    devices = [] if rank_form else [["cpu"] * 2]
+    form = DistributedPipeline if rank_form else Pipeline
+    return form(stages, *devices, criterion, m, schedule).forward_backward(X, y)
+
+
+def what_is_wrong_everywhere_is_refused(rank, p):
+    for changes, kind, words in REFUSED[:-1]:
+        with pytest.raises(kind, match=words):
+            made(False, **changes)
+        with pytest.raises(kind, match=words):
+            made(True, **changes)
+    made(True, schedule=crossed)
+
+
+def what_differs_is_told_to_all(rank, p):
+    for changes, words in [
+        ({"m": 3 + rank}, "pipeline one_f_one_b"),
+        ({"schedule": gpipe if rank else one_f_one_b}, "pipeline gpipe"),
+        (
+            {"stages": cut(mlp(*WIDTHS), 2, [9 * rank, 1, 1, 1, 1, 1, 1])},
+            "[4, 4] param",
+        ),
+        ({"X": X[: 11 - rank], "y": Y[: 11 - rank]}, "pipeline with 10 rows"),
+    ]:
+        kind, text, *_ = attempt(made, True, **changes)
+        assert kind == "MismatchError" and words in text, text
+    assert made(True) if rank else made(True) is None
+
+
+test_two_ranks = on_ranks(
+    2,
+    [
+        gradients_are_torchs,
+        bytes_are_counted_spans_noted_and_threads_end,
+        what_is_wrong_everywhere_is_refused,
+        what_differs_is_told_to_all,
+    ],
+)
+
+
+# What fails: all are told, and the pipeline can no longer be used
+
+
+@both_ways
+@pytest.mark.parametrize("kind", ["forward", "backward", "weight"])
+def test_a_stage_that_fails_is_named_on_all_ranks(kind, way):
+    def fails(*_):
+        raise ArithmeticError("here")
+
+    def train(rank, p):
+        run = DistributedPipeline(cut(mlp(*WIDTHS), 3), MSE, 4, zero_bubble)
+        take(way, run.group)
+        original = getattr(Stage, kind)
+
+        def sometimes(stage, i, arrived):
+            return original(stage, i, arrived) if rank != 1 or i != 2 else fails()
+
+        setattr(Stage, kind, sometimes)
+        first = attempt(run.forward_backward, X, Y)
+        setattr(Stage, kind, original)
+        ranks.barrier()  # the group of all goes on
+        return first, attempt(run.forward_backward, X, Y)
+
+    named = f"here\nThis was the {kind} of micro-batch 2 on stage 1"
+    for rank, (first, again) in enumerate(launch(train, 3, timeout=LIMIT)):
+        (error, text, _, seconds), (later, why, *_) = first, again
+        assert seconds < SOON and later == "PeerError" and named in why
+        assert error == ("ArithmeticError" if rank == 1 else "PeerError")
+        assert rank == 1 or f"rank 1 failed: ArithmeticError: {named}" in text
+
+
+def test_a_rank_that_does_not_come_is_named_in_time():
+    def train(rank, p):
+        ranks.transport.here.timeout = 0.5
+        run = DistributedPipeline(cut(mlp(*WIDTHS), 3), MSE, 3)
+        if rank != 1:
+            return attempt(run.forward_backward, X, Y)
+
+    first, _, last = launch(train, 3, timeout=LIMIT)
+    for kind, text, named, seconds in (first, last):
+        assert kind == "PeerError" and named == (1,) and "rank 1" in text
+        assert 0.4 < seconds < 0.5 + SOON
+
+
+def test_on_devices_a_stage_that_fails_says_which_it_was():
+    stages, calls = [mlp(6, 5), mlp(5, 5)], []
+
+    def fail(module, args, output):
+        calls.append(1 / (2 - len(calls)))
+
+    stages[1].register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError) as caught:
+        Pipeline(stages, ["cpu"] * 2, MSE, 4).forward_backward(X, Y)
+    assert caught.value.__notes__ == [
+        "This was the forward of micro-batch 2 on stage 1."
+    ]
+    with pytest.raises(TypeError, match="a stage returned a tuple"):
+        made(False, **REFUSED[-1][0])

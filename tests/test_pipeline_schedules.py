@@ -1,34 +1,50 @@
-"""Pipeline schedules as data: complete, possible, and as good as their names."""
+"""Pipeline schedules: possible, as good as their formulas, and torch's own lists."""
 
-from itertools import chain, product
+from itertools import product
 
 import pytest
+import torch
+from helpers import LIMIT
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from d2lpar.pipeline.schedules import (
+from d2lpar import launch
+from d2lpar.pipeline_schedules import (
     Action,
     Span,
     bubble,
-    check_pipeline,
+    clock,
     gpipe,
-    live_counts,
+    interleaved,
+    kept,
+    needs,
     one_f_one_b,
-    own_actions,
-    predict,
+    placement,
+    play,
     sequential,
-    source,
-    target,
+    spell,
+    targets,
+    zero_bubble,
+    zero_bubble_v,
 )
 
-SIZES = list(product(range(1, 6), (1, 2, 5, 8)))  # stages, micro-batches
-# schedule: (ticks, micro-batches of which stage s keeps activations at most)
-PROMISES = {
-    sequential: (lambda p, m: 2 * m * p, lambda p, m, s: 1),
-    gpipe: (lambda p, m: 2 * (m + p - 1), lambda p, m, s: m),
-    one_f_one_b: (lambda p, m: 2 * (m + p - 1), lambda p, m, s: min(m, p - s)),
+# schedule: how many stages' activations rank r of p keeps at most
+KEEPS = {
+    sequential: lambda p, m, r: 1,
+    gpipe: lambda p, m, r: m,
+    one_f_one_b: lambda p, m, r: min(m, p - r),
+    interleaved: lambda p, m, r: min(2 * m, 3 * p - 2 * r - 1),
+    zero_bubble: lambda p, m, r: min(m, p),
+    zero_bubble_v: lambda p, m, r: min(2 * m, 2 * p, m + r + 1),
 }
 seconds = st.floats(0.125, 8)
+
+
+def sizes(schedule):
+    """Ranks and micro-batches that a schedule can be made for."""
+    step = (lambda p: p) if schedule is interleaved else (lambda p: 1)
+    return [(p, m) for p in range(1, 6) for m in range(step(p), 13, step(p))]
 
 
 def F(stage, microbatch):
@@ -39,135 +55,182 @@ def B(stage, microbatch):
     return Action(stage, microbatch, "backward")
 
 
-def in_short(actions):
-    return " ".join(f"{kind[0].upper()}{i}" for _, i, kind in actions)
+def duration(spans):
+    return max(own[-1].end for own in spans)
 
 
-@pytest.mark.parametrize("schedule", PROMISES)
-def test_every_microbatch_passes_every_stage_forward_and_backward_in_a_possible_order(
-    schedule,
-):
-    num_ticks, keeps = PROMISES[schedule]
-    for p, m in SIZES:
-        ticks = schedule(p, m)
-        check_pipeline(ticks, p, m)
-        at = {action: t for t, tick in enumerate(ticks) for action in tick}
-        assert len(ticks) == num_ticks(p, m) and all(ticks)
-        assert sum(map(len, ticks)) == len(at) == 2 * p * m
-        assert set(at) == set(product(range(p), range(m), ("forward", "backward")))
-        # one action at a time
-        assert len({(s, t) for (s, _, _), t in at.items()}) == len(at)
+@pytest.mark.parametrize("schedule", KEEPS)
+def test_every_pass_happens_once_after_those_that_it_needs(schedule):
+    for p, m in sizes(schedule):
+        orders = schedule(p, m)
+        v = 2 if schedule in (interleaved, zero_bubble_v) else 1
+        kinds = {"forward", "backward"} | {a.kind for a in orders[0]}
+        at = {action: t for t, tick in enumerate(play(orders)) for action in tick}
+        assert set(at) == set(product(range(v * p), range(m), kinds))
+        assert sum(map(len, orders)) == len(at) and len(orders) == p
         for (s, i, kind), t in at.items():
             if kind == "forward":
                 assert s == 0 or at[s - 1, i, "forward"] < t
-            else:
+            elif kind == "backward":
                 assert at[s, i, "forward"] < t
-                assert s == p - 1 or at[s + 1, i, "backward"] < t
-        counts = live_counts(chain(*ticks))
-        assert [max(counts[s]) for s in range(p)] == [keeps(p, m, s) for s in range(p)]
-        assert all(of_stage[-1] == 0 for of_stage in counts.values())
+                assert s == v * p - 1 or at[s + 1, i, "backward"] < t
+            else:
+                assert at[s, i, "backward"] < t
+        place = placement(orders)
+        for rank, order in enumerate(orders):
+            assert {place[action.stage] for action in order} == {rank}
+            times = [at[action] for action in order]
+            assert times == sorted(set(times))  # one at a time, in its order
+            assert max(kept(order)) == KEEPS[schedule](p, m, rank)
+            assert kept(order)[-1] == 0
 
 
-def test_1f1b_tick_by_tick():
-    ticks = one_f_one_b(3, 4)
-    lines = [
-        [in_short(a for a in tick if a.stage == s).rjust(2, ".") for tick in ticks]
-        for s in range(3)
-    ]
-    assert [" ".join(line) for line in lines] == [
-        "F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3",
-        ".. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..",
-        ".. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..",
-    ]
-    assert in_short(own_actions(ticks, 1)) == "F0 F1 B0 F2 B1 F3 B2 B3"
-    assert in_short(own_actions(gpipe(2, 3), 1)) == "F0 F1 F2 B2 B1 B0"
-    assert in_short(own_actions(sequential(2, 2), 0)) == "F0 B0 F1 B1"
+def torchs_lists(rank, p, name, m, v):
+    """For ``launch``: what torch lists for each rank, such as ["0F0", "0F1", …]."""
+    import logging
+
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    logging.disable(logging.WARNING)
+    numbers = [rank + p * i for i in range(v)]
+    if name == "ScheduleZBVZeroBubble":
+        numbers = [rank, 2 * p - 1 - rank]
+    cpu, loss = torch.device("cpu"), nn.functional.mse_loss
+    stages = [PipelineStage(nn.Linear(2, 2), s, p * v, cpu) for s in numbers]
+    if name == "ScheduleGPipe":
+        orders = schedules.ScheduleGPipe(stages[0], m, loss)._get_pipeline_order()
+    else:
+        orders = getattr(schedules, name)(stages, m, loss).pipeline_order
+    orders = [[str(a) for a in orders[r] if a is not None] for r in range(p)]
+    return [[word for word in order if "REDUCE" not in word] for order in orders]
 
 
-def test_source_and_target_are_the_neighbours_that_an_action_has():
-    assert source(F(0, 4), 3) is None and source(F(2, 4), 3) == F(1, 4)
-    assert source(B(2, 4), 3) is None and source(B(0, 4), 3) == B(1, 4)
-    assert target(F(2, 4), 3) is None and target(F(0, 4), 3) == F(1, 4)
-    assert target(B(0, 4), 3) is None and target(B(2, 4), 3) == B(1, 4)
+@pytest.mark.parametrize(
+    ("schedule", "name", "v", "m"),
+    [
+        (gpipe, "ScheduleGPipe", 1, 5),
+        (interleaved, "ScheduleInterleaved1F1B", 2, 6),
+        (lambda p, m: interleaved(p, m, v=3), "ScheduleInterleaved1F1B", 3, 9),
+        (zero_bubble, "ScheduleInterleavedZeroBubble", 1, 6),
+        (zero_bubble_v, "ScheduleZBVZeroBubble", 2, 7),
+        (zero_bubble_v, "ScheduleZBVZeroBubble", 2, 3),  # fewer than 2p - 1
+    ],
+)
+def test_lists_are_torchs(schedule, name, v, m):
+    orders = schedule(3, m)
+    split = any(action.kind == "weight" for action in orders[0])
+    letters = {"forward": "F", "backward": "I" if split else "B", "weight": "W"}
+    ours = [[f"{s}{letters[kind]}{i}" for s, i, kind in order] for order in orders]
+    assert launch(torchs_lists, 3, name, m, v, timeout=LIMIT)[0] == ours
 
 
-F10 = "forward of micro-batch 0 on stage 1"
+def torchs_order(rank, p, m):
+    """For ``launch``: the passes of ``Schedule1F1B``, as hooks see them."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    module, word, X = nn.Linear(4, 4), [], torch.randn(2 * m, 4)
+
+    def note(module, inputs, output):
+        word.append("F")
+        if output.requires_grad:
+            output.register_hook(lambda grad: word.append("B"))
+
+    module.register_forward_hook(note)
+    stage = PipelineStage(module, rank, p, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, m, loss_fn=nn.MSELoss())
+    for _ in range(2):  # the first step also finds out shapes
+        word.clear()
+        schedule.step(*[X] * (rank == 0), target=X if rank == p - 1 else None)
+    return spell("".join(word), rank)
+
+
+def test_1f1b_runs_in_torchs_order():
+    assert launch(torchs_order, 3, 5, timeout=LIMIT) == one_f_one_b(3, 5)
+
+
+def test_words_stand_for_actions():
+    assert spell("FFBF", 3) == [F(3, 0), F(3, 1), B(3, 0), F(3, 2)]
+    assert spell("Ffbw", 0, 5) == [F(0, 0), F(5, 0), B(5, 0), Action(5, 0, "weight")]
+    with pytest.raises(ValueError, match="rounds of 4 micro-batches: 6 do not fit"):
+        interleaved(4, 6)
+
+
+def test_needs_and_targets_are_opposites():
+    for schedule in (one_f_one_b, interleaved, zero_bubble_v):
+        orders = schedule(2, 4)
+        found, num_stages = targets(orders), len(placement(orders))
+        for action, there in found.items():
+            assert action in needs(there, num_stages) and action.stage != there.stage
+        actions = [action for order in orders for action in order]
+        needed = [n for a in actions for n in needs(a, num_stages) if n[0] != a[0]]
+        assert len(needed) == len(found) and set(needed) == set(found)
+
+
+F0, B0 = "forward of micro-batch 0", "backward of micro-batch 0"
 REFUSED = [
-    ([], "forward of micro-batch 0 on stage 0 is missing"),
-    (gpipe(2, 2)[:-1], "backward of micro-batch 0 on stage 0 is missing"),
-    (gpipe(2, 2) + [[F(1, 0)]], f"tick 6: {F10} was done in tick 1"),
-    ([[F(0, 0)], [F(1, 0), F(0, 1), B(1, 0)]], "tick 1: stage 1 has two actions"),
-    ([[F(0, 0), F(0, 0)]], "tick 0: stage 0 has two actions"),
-    ([[F(1, 0)]], f"tick 0: {F10} comes before forward of micro-batch 0 on stage 0"),
+    ([], "the schedule has no actions"),
+    ([spell("FBFB", 0), spell("FB", 1)], "on stage 1 is there 0 times, not once"),
+    ([spell("FBF", 0)], "backward of micro-batch 1 on stage 0 is there 0 times"),
+    ([spell("FB", 0), spell("FB", 2)], f"{F0} on stage 1 is there 0 times"),
+    ([[F(0, 0), F(0, 0), B(0, 0)]], f"{F0} on stage 0 is there 2 times, not once"),
+    ([spell("FBFBW", 0)], "weight of micro-batch 1 on stage 0 is there 0 times"),
+    ([[*spell("FB", 0), Action(0, 0, "sideways")]], "'sideways'.* is no action"),
+    ([[*spell("FB", 0), F(0, -1)]], "microbatch=-1, .* is no action"),
+    ([spell("FB", 0), spell("FB", 1), spell("FB", 0)], "on stage 0 is there 2 times"),
+    ([[F(0, 0)], [B(0, 0)]], "stage 0 is on ranks 0 and 1"),
+    ([spell("BF", 0)], f"tick 0: the {B0} on stage 0 waits for the {F0} on stage 0"),
     (
-        [[F(0, 0), F(1, 0)]],
-        f"tick 0: {F10} comes before forward of micro-batch 0 on stage 0",
+        [spell("FB", 0), spell("BF", 1)],
+        f"tick 1: the {B0} on stage 0 waits for the {B0} on stage 1, which never comes",
     ),
-    (
-        [[F(0, 0)], [F(0, 1)], [B(1, 0)]],
-        f"backward of micro-batch 0 on stage 1 comes before {F10}",
-    ),
-    (
-        [[F(0, 0)], [F(1, 0)], [B(0, 0)]],
-        (
-            "backward of micro-batch 0 on stage 0 comes before backward of micro-batch"
-            " 0 on stage 1"
-        ),
-    ),
-    ([[F(2, 0)]], "stage=2, .* is no action of 2 stages and 2 micro-batches"),
-    ([[F(0, -1)]], "microbatch=-1, .* is no action"),
-    ([[Action(0, 0, "sideways")]], "kind='sideways'.* is no action"),
+    ([spell("FWB", 0)], f"the weight of micro-batch 0 on stage 0 waits for the {B0}"),
 ]
 
 
-def test_what_is_no_training_step_is_refused_with_what_is_wrong():
-    for ticks, words in REFUSED:
+@pytest.mark.parametrize(("orders", "words"), REFUSED)
+def test_what_cannot_happen_is_refused_with_what_is_wrong(orders, words):
+    for use in (play, clock):
         with pytest.raises(ValueError, match=words):
-            check_pipeline(ticks, 2, 2)
+            use(orders)
 
 
 # The clock
 
 
-@given(
-    st.sampled_from(list(PROMISES)),
-    st.integers(1, 8),
-    st.integers(1, 12),
-    seconds,
-    seconds,
-)
-def test_bubble_of_equal_stages_hangs_on_their_number_alone(
-    schedule, p, m, forward, backward
-):
-    idle = bubble(predict(schedule(p, m), forward, backward))
-    assert idle == pytest.approx(
-        (p - 1) / p if schedule is sequential else (p - 1) / (m + p - 1)
-    )
-
-
-def test_bubble_is_measured_from_the_first_start():
-    spans = [Span(*F(0, 0), 5, 6), Span(*F(1, 0), 6, 7), Span(*B(1, 0), 7, 9)]
-    assert bubble(iter(spans)) == 1 - 4 / (2 * 4)
+@given(st.integers(1, 8), st.integers(1, 12), seconds, seconds, seconds)
+def test_idle_times_are_those_of_the_formulas(p, m, f, b, w):
+    whole = f + b + w
+    for schedule in (gpipe, one_f_one_b):
+        idle = bubble(clock(schedule(p, m), f, b, w))
+        assert idle == pytest.approx((p - 1) / (m + p - 1))
+    assert bubble(clock(sequential(p, m), f, b, w)) == pytest.approx((p - 1) / p)
+    m *= p
+    halves = f / 2, b / 2, w / 2
+    idle = duration(clock(interleaved(p, m), *halves)) - m * whole
+    assert idle == pytest.approx((p - 1) * whole / 2)
+    thirds = f / 3, f / 3, f / 3  # equal, as the two others assume
+    idle = duration(clock(zero_bubble(p, m), *thirds)) - m * f
+    assert idle == pytest.approx((p - 1) * f / 3)
+    m = max(m, 2 * p - 1)
+    sixths = f / 6, f / 6, f / 6
+    idle = duration(clock(zero_bubble_v(p, m), *sixths)) - m * f
+    assert idle == pytest.approx((p - 1) * f / 6)
 
 
 def test_uneven_stages_and_transfers_by_hand():
-    assert predict(gpipe(2, 2), [1, 2], (2, 4), transfer=0.5) == [
-        Span(*F(0, 0), 0, 1),
-        Span(*F(0, 1), 1, 2),
-        Span(*F(1, 0), 1.5, 3.5),
-        Span(*F(1, 1), 3.5, 5.5),
-        Span(*B(1, 1), 5.5, 9.5),
-        Span(*B(0, 1), 10, 12),
-        Span(*B(1, 0), 9.5, 13.5),
-        Span(*B(0, 0), 14, 16),
+    assert clock(gpipe(2, 2), [1, 2], [1, 2], [1, 2], transfer=0.5) == [
+        [Span(F(0, 0), 0, 1), Span(F(0, 1), 1, 2)]
+        + [Span(B(0, 0), 10, 12), Span(B(0, 1), 14, 16)],
+        [Span(F(1, 0), 1.5, 3.5), Span(F(1, 1), 3.5, 5.5)]
+        + [Span(B(1, 0), 5.5, 9.5), Span(B(1, 1), 9.5, 13.5)],
     ]
-    assert predict(gpipe(1, 1)) == [Span(*F(0, 0), 0, 1), Span(*B(0, 0), 1, 3)]
-    with pytest.raises(ValueError, match="backward has 3 times for 2 stages"):
-        predict(gpipe(2, 2), backward=[1, 2, 3])
+    # no message between two stages of a rank
+    orders = [[F(0, 0), F(1, 0), B(1, 0), B(0, 0)]]
+    assert duration(clock(orders, transfer=9)) == 6
+    with pytest.raises(ValueError, match="backward has 3 costs for 2 stages"):
+        clock(gpipe(2, 2), backward=[1, 2, 3])
 
 
-def test_live_counts_after_each_action_of_ticks_or_of_spans():
-    expected = {0: [1, 2, 1, 2, 1, 0], 1: [1, 0, 1, 0, 1, 0]}
-    ticks = one_f_one_b(2, 3)
-    assert live_counts(chain(*ticks)) == live_counts(predict(ticks)) == expected
-    assert list(live_counts([F(1, 0), F(0, 0)])) == [0, 1]
+def test_the_bubble_counts_from_the_first_start_on():
+    spans = [[Span(F(0, 0), 5, 6)], [Span(F(1, 0), 6, 7), Span(B(1, 0), 7, 9)]]
+    assert bubble(spans) == 1 - 4 / (2 * 4)

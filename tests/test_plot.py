@@ -10,8 +10,8 @@ from helpers import SCHEDULES
 from matplotlib.colors import to_hex
 from PIL import Image
 
-from d2lpar import gpipe, halving_doubling, one_f_one_b, plot
-from d2lpar.pipeline.schedules import Span, live_counts, predict
+from d2lpar import bubble, gpipe, halving_doubling, one_f_one_b, plot
+from d2lpar.pipeline_schedules import Span, clock, interleaved, kept, zero_bubble
 from d2lpar.schedules import holdings
 
 
@@ -105,18 +105,24 @@ def test_a_timeline_has_each_span_at_its_time_and_none_too_thin_to_be_seen():
     assert a == b != x  # a and b are of one kind
 
 
-@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved, zero_bubble])
 def test_a_pipeline_has_a_block_an_action_and_says_what_it_keeps(schedule):
-    spans = predict(schedule(3, 4), 1, 2)
-    late = [Span(*s[:3], s.start + 5, s.end + 5) for s in spans]
+    orders = schedule(3, 6)
+    spans, v = clock(orders), 1 + (schedule is interleaved)
+    late = [[Span(a, start + 5, end + 5) for a, start, end in own] for own in spans]
     first, second = plot.pipeline({"one": late, "two": spans}).axes
-    assert {(span.start, span.end) for span in spans} <= set(blocks(first))
+    every = [span for own in spans for span in own]
+    assert {span[1:] for span in every} <= set(blocks(first))
     numbers = [word for word in words(first) if word.isdigit()]
-    assert sorted(numbers) == sorted(str(span.microbatch) for span in spans)
-    kept = [word for word in words(first) if word.startswith("keeps")]
-    assert kept == [f"keeps {max(own)}" for own in live_counts(spans).values()]
-    assert first.get_title("left") == "one: 18 ticks, 33 % idle"
+    assert sorted(numbers) == sorted(str(span.action.microbatch) for span in every)
+    keeps = [word for word in words(first) if word.startswith("keeps")]
+    assert keeps == [f"keeps {max(kept(order)) / v:g}" for order in orders]
+    end, idle = max(span.end for span in every), 100 * bubble(spans)
+    assert first.get_title("left") == f"one: {end:g} ticks, {idle:.0f} % idle"
     assert blocks(first) == blocks(second) and second.get_xlabel() == "time in ticks"
+    kinds = {span.action.kind: v for span in every}  # a colour each, paler per stage
+    colours = {to_hex(c.get_facecolor()[0]) for c in first.collections}
+    assert len(colours) == len(kinds) * v + 2  # idle, and what is kept
 
 
 def test_images_are_shown_as_they_are():

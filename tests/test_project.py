@@ -28,8 +28,8 @@ ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 HOUSE = {
     "": "guards devices data memory training models checkpoint schedules collectives",
     "ranks": "lanes transport sender collectives _old worker launch",
-    "middle": "data_parallel losses ddp sampler batch_norm mixed_precision sharding",
-    "pipeline": "schedules stages partition counts local distributed",
+    "middle": "data_parallel losses ddp sampler batch_norm mixed_precision sharding"
+    " pipeline_schedules pipeline",
     "tensor_parallel": "layers vocabulary channels",
     "study": "splits methods checks",
     "roof": "train_ddp plot",

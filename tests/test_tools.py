@@ -22,7 +22,7 @@ import yaml  # jupyter brings it
 from nbformat.v4 import new_code_cell, new_notebook
 from torch.distributed.run import get_args_parser
 
-from d2lpar import cost, pipeline
+from d2lpar import bubble, clock, cost
 from d2lpar.train_ddp import arguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -248,7 +248,7 @@ def test_a_goal_is_met_or_missed(capsys):
 def test_the_players_know_what_python_knows():
     chosen = [(f, k) for f in website.SCHEDULES.values() for k in (2, 5, 8)]
     cases = [[website.exported_schedule(f(k)), k] for f, k in chosen]
-    orders = [website.exported_pipeline(f(4, 5), 4) for f in website.PIPELINES.values()]
+    orders = [website.exported_pipeline(f(4, 5)) for f in website.PIPELINES.values()]
     program = f"""
       const s = require("./docs/_static/schedules.js");
       const p = require("./docs/_static/pipelines.js");
@@ -263,8 +263,8 @@ def test_the_players_know_what_python_knows():
         expected = cost(schedule, k, 4000)
         assert found["sent"] == [expected.sent(r) for r in range(k)]
         assert found["seconds"] == pytest.approx(expected.seconds, rel=1e-12)
-    spans = [pipeline.predict(f(4, 5), 1, 2, 0.5) for f in website.PIPELINES.values()]
-    assert bubbles == pytest.approx([pipeline.bubble(s) for s in spans], abs=1e-12)
+    spans = [clock(f(4, 5), transfer=0.5) for f in website.PIPELINES.values()]
+    assert bubbles == pytest.approx([bubble(s) for s in spans], abs=1e-12)
 
 
 # The files of docs/clusters

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import nbformat
 
-from d2lpar import pipeline, schedules
-from d2lpar.pipeline.schedules import own_actions
+from d2lpar import pipeline_schedules, schedules
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ["star", "ring", "tree", "direct", "halving_doubling", "recursive_doubling"]
 SCHEDULES = {name: getattr(schedules, name) for name in NAMES}
 NAMES = ["sequential", "gpipe", "one_f_one_b"]
-PIPELINES = {name: getattr(pipeline, name) for name in NAMES}
+PIPELINES = {name: getattr(pipeline_schedules, name) for name in NAMES}
 
 
 def exported_schedule(steps: list) -> dict:
@@ -36,11 +35,10 @@ def exported_schedule(steps: list) -> dict:
     }
 
 
-def exported_pipeline(ticks: list, num_stages: int) -> list[list[int]]:
+def exported_pipeline(orders: list) -> list[list[int]]:
     """Return each stage's passes: of micro-batch i, i + 1 is forward, -(i + 1) back."""
     sign = {"forward": 1, "backward": -1}
-    stages = [own_actions(ticks, stage) for stage in range(num_stages)]
-    return [[sign[a.kind] * (a.microbatch + 1) for a in own] for own in stages]
+    return [[sign[a.kind] * (a.microbatch + 1) for a in own] for own in orders]
 
 
 def write_players(folder: Path) -> None:
@@ -52,7 +50,7 @@ def write_players(folder: Path) -> None:
             for name, schedule in SCHEDULES.items()
         },
         "pipelines": {
-            name: {f"{p},{m}": exported_pipeline(order(p, m), p) for p, m in sizes}
+            name: {f"{p},{m}": exported_pipeline(order(p, m)) for p, m in sizes}
             for name, order in PIPELINES.items()
         },
     }

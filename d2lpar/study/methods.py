@@ -26,8 +26,7 @@ from ..guards import checked
 from ..memory import peak_memory
 from ..mixed_precision import autocast
 from ..models import lenet_layers
-from ..pipeline.distributed import DistributedPipeline
-from ..pipeline.partition import cut
+from ..pipeline import DistributedPipeline, cut
 from ..schedules import cost, ring, star
 from ..sharding import ShardedOptimizer, fully_shard
 from ..tensor_parallel.layers import TensorParallelLeNet
@@ -56,7 +55,7 @@ class Counts(NamedTuple):
 
     # bytes per step, by the busiest device; None: our ledger does not see it
     sent: int | None
-    # likewise; in a pipeline a header of 136 bytes comes before each tensor
+    # likewise
     messages: int | None
     held: int  # bytes of parameters, and of the optimiser's state
     # bytes of all tensors at most; None: they are made in threads, and not seen
@@ -93,8 +92,9 @@ def make(
     if name in (*DATA, *SHARDED):
         X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
     if name == "pipeline":
+        stages, model = model, model[rank]
         model.forward = _in_region(region, model.forward)
-        pipeline = DistributedPipeline(model, _loss, MICROBATCHES, count=len)
+        pipeline = DistributedPipeline(stages, _WideLoss(), MICROBATCHES, count=len)
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     if name == "ZeRO-1":
         sgd = partial(ShardedOptimizer, optimizer_class=sgd.func, **sgd.keywords)
@@ -121,9 +121,7 @@ def _wrap(
     name: str, layers: nn.Sequential, X: torch.Tensor, rank: int, k: int
 ) -> nn.Module:
     if name == "pipeline":
-        return cut(layers, k, [sum(layer.flops) for layer in profile(layers, X[:2])])[
-            rank
-        ]
+        return cut(layers, k, [sum(layer.flops) for layer in profile(layers, X[:2])])
     if name == "tensor split":
         return TensorParallelLeNet(list(layers.parameters()))
     if name == "DataParallel":
@@ -152,6 +150,14 @@ def _in_region(region, function):
 
 def _loss(y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(y_hat.float(), y)
+
+
+class _WideLoss(nn.CrossEntropyLoss):
+    def __init__(self):
+        super().__init__(reduction="sum")
+
+    def forward(self, y_hat, y):
+        return super().forward(y_hat.float(), y)
 
 
 def count_step(

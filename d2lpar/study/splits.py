@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from ..models import Copy, Sum
-from ..pipeline.partition import balance
-from ..pipeline.schedules import bubble, live_counts, one_f_one_b, predict
+from ..pipeline import balance
+from ..pipeline_schedules import bubble, clock, kept, one_f_one_b
 from ..schedules import Cost, cost, ring
 
 SPLITS = ("one device", "data", "pipeline", "tensor")
@@ -199,11 +199,11 @@ def _pipeline(layers, n, k, machine, m) -> tuple:
     transfer = max(
         (machine.alpha + rows * cut * machine.beta for cut in cuts), default=0.0
     )
-    spans = predict(
-        one_f_one_b(k, m), forward, [2 * seconds for seconds in forward], transfer
-    )
-    kept = [max(counts) for counts in live_counts(spans).values()]
-    memory = max(2 * parameters[s] + kept[s] * rows * saved[s] for s in range(k))
+    orders = one_f_one_b(k, m)
+    # a backward pass takes twice as long: once for the input, once for the weights
+    spans = clock(orders, forward, forward, forward, transfer)
+    keeps = [max(kept(order)) for order in orders]
+    memory = max(2 * parameters[s] + keeps[s] * rows * saved[s] for s in range(k))
     sent = max(n * (left + right) for left, right in pairwise([0, *cuts, 0]))
     # a stage in the middle sends activations on, and gradients back
     messages = m * min(2, k - 1)
@@ -212,7 +212,7 @@ def _pipeline(layers, n, k, machine, m) -> tuple:
         messages,
         round(memory),
         bubble(spans),
-        max(span.end for span in spans),
+        max(own[-1].end for own in spans),
     )
 
 

@@ -1,6 +1,6 @@
 // The pipeline player: when each stage works on which micro-batch, how long it idles, and how many
 // activations it keeps. The orders of work are the module's, exported into the page
-// (tools/website.py); the clock is that of d2lpar.pipeline.schedules.predict.
+// (tools/website.py); the clock is that of d2lpar.pipeline_schedules.clock.
 "use strict";
 
 /** When each pass begins and ends: a stage works in order, when it is free and its input is there.

@@ -152,7 +152,7 @@ def test_tensor_split_holds_what_the_real_one_keeps(layers, k):
 def test_pipeline_sends_what_a_pipeline_sends(layers, ends):
     k, model = len(ends) - 1, lenet_layers()
     stages = [model[a:b] for a, b in pairwise(ends)]
-    pipeline = Pipeline(stages, ["cpu"] * k, nn.CrossEntropyLoss(), 8)
+    pipeline = Pipeline(stages, ["cpu"] * k, nn.CrossEntropyLoss(reduction="sum"), 8)
     with count_bytes() as ledger:
         pipeline.forward_backward(torch.rand(64, 1, 28, 28), torch.randint(10, (64,)))
     cost = cost_of("pipeline", layers, 64, k, MACHINE, 8)
