@@ -257,34 +257,37 @@ class Mail:
             message = result, self.group.ranks[dst], self.group
             self.sent.append(self.senders[dst].submit(ranks.send, *message))
 
-    def tell_all(self, words):
-        """Tell all ranks how this one has ended, after all that it sends."""
-        deadline = self.group.deadline(None)
-        for dst, sender in self.senders.items():
-            note = {dst: f"0 {words}"}, [], deadline
-            self.sent.append(sender.submit(self.group.tell, *note))
 
-    def finish(self):
-        """Wait until all ranks are done; PeerError if one of them has failed."""
-        self.tell_all("done")
-        deadline = self.group.deadline(None)
-        said = self.group.tell({}, self.group.others, deadline).values()
-        wait(self.sent, timeout=1)
-        for note in said:
-            if note != "0 done":
-                self.group.broken = note[2:]
-                raise ranks.PeerError(note[2:])
+def tell_all(mail, words):
+    """Tell all ranks how this one has ended, after all that it sends."""
+    deadline = mail.group.deadline(None)
+    for dst, sender in mail.senders.items():
+        note = {dst: f"0 {words}"}, [], deadline
+        mail.sent.append(sender.submit(mail.group.tell, *note))
 
-    def give_up(self, error):
-        """Tell all ranks why nothing more will come from this one."""
-        words = str(error)
-        if not isinstance(error, ranks.PeerError):
-            text = "".join(traceback.format_exception_only(error))
-            words = f"rank {self.group.ranks[self.group.me]} failed: {text}"
-        self.group.broken = ""  # the last words may still go
-        self.tell_all(words)
-        wait(self.sent, timeout=1)
-        self.group.broken = words
+
+def finish(mail):
+    """Wait until all ranks are done; PeerError if one of them has failed."""
+    tell_all(mail, "done")
+    group, deadline = mail.group, mail.group.deadline(None)
+    notes = group.tell({}, group.others, deadline).values()
+    wait(mail.sent, timeout=1)
+    for note in notes:
+        if note != "0 done":
+            group.broken = note[2:]
+            raise ranks.PeerError(group.broken)
+
+
+def give_up(mail, error):
+    """Tell all ranks why nothing more will come from this one."""
+    words, group = str(error), mail.group
+    if not isinstance(error, ranks.PeerError):
+        text = "".join(traceback.format_exception_only(error))
+        words = f"rank {group.ranks[group.me]} failed: {text}"
+    group.broken = ""  # the last words may still go
+    tell_all(mail, words)
+    wait(mail.sent, timeout=1)
+    group.broken = words
 
 
 class DistributedPipeline:
@@ -334,7 +337,7 @@ class DistributedPipeline:
         try:
             run_actions(self.orders[self.group.me], stages, mail, self.timeline)
         except BaseException as error:
-            mail.give_up(error)
+            give_up(mail, error)
             raise
-        mail.finish()
+        finish(mail)
         return loss.total if self.last in stages else None

@@ -293,7 +293,7 @@ def pipeline(spans, title: str = "", unit: str = "ticks", note: str = "") -> Pic
         _time_axis(ax, [f"rank {r}" for r in range(num_ranks)], total, unit)
         ax.label_outer()
     if len(panels) > 1 or len(kinds) > 2:
-        kinds |= {"idle": GREY, "micro-batches kept": DARK_GREY}
+        kinds |= {"idle": GREY, "kept": DARK_GREY}
         key = [Patch(color=colour, label=label) for label, colour in kinds.items()]
         figure.legend(handles=key, loc="outside lower left", ncols=5)
     words = "; ".join(ax.get_title("left") for ax in axes)
