@@ -63,14 +63,13 @@ def cut(layers, num_stages, costs=None):
 class Stage:
     """A part of a network, whose passes of a micro-batch are called one by one.
 
-    ``live`` keeps each micro-batch's input and output until it comes back. On the last
-    stage, ``finish(i, output)`` returns the loss. If ``split``, backward leaves the
-    gradients of linear layers to ``weight``.
+    On the last stage, ``finish(i, output)`` returns the loss. If ``split``, backward
+    leaves the gradients of linear layers to ``weight``.
     """
 
     def __init__(self, module, split=False, finish=None):
         self.module, self.split, self.finish = module, split, finish
-        self.live, self.later = {}, {}
+        self.live, self.later = {}, {}  # by micro-batch
 
     def forward(self, i, X):
         """Return the output of micro-batch i, cut off from autograd's graph."""
@@ -216,10 +215,7 @@ def check_batch(X, y, m):
 
 
 class Mail:
-    """Mail between ranks. All know the schedule, and so what comes next from whom.
-
-    For each receiver a thread sends: no stage waits until its result is taken.
-    """
+    """Mail between ranks: all know the schedule, and so what comes next from whom."""
 
     def __init__(self, orders, X_parts, group, senders, device):
         self.place, self.targets = placement(orders), targets(orders)
@@ -258,44 +254,33 @@ class Mail:
             self.sent.append(self.senders[dst].submit(ranks.send, *message))
 
 
-def tell_all(mail, words):
-    """Tell all ranks how this one has ended, after all that it sends."""
-    deadline = mail.group.deadline(None)
-    for dst, sender in mail.senders.items():
-        note = {dst: f"0 {words}"}, [], deadline
-        mail.sent.append(sender.submit(mail.group.tell, *note))
-
-
-def finish(mail):
-    """Wait until all ranks are done; PeerError if one of them has failed."""
-    tell_all(mail, "done")
+def end(mail, error=None):
+    """Tell all ranks how a step ended here; raise PeerError if it failed elsewhere."""
     group, deadline = mail.group, mail.group.deadline(None)
-    notes = group.tell({}, group.others, deadline).values()
+    words = in_words(error, group.ranks[group.me]) if error else "done"
+    group.broken = ""  # these last words may still go
+    for dst, sender in mail.senders.items():
+        mail.sent.append(sender.submit(group.tell, {dst: f"0 {words}"}, [], deadline))
+    notes = {} if error else group.tell({}, group.others, deadline)
     wait(mail.sent, timeout=1)
-    for note in notes:
-        if note != "0 done":
-            group.broken = note[2:]
-            raise ranks.PeerError(group.broken)
+    failed = [note[2:] for note in notes.values() if note != "0 done"]
+    group.broken = words if error else "".join(failed[:1])
+    if failed:
+        raise ranks.PeerError(failed[0])
 
 
-def give_up(mail, error):
-    """Tell all ranks why nothing more will come from this one."""
-    words, group = str(error), mail.group
-    if not isinstance(error, ranks.PeerError):
-        text = "".join(traceback.format_exception_only(error))
-        words = f"rank {group.ranks[group.me]} failed: {text}"
-    group.broken = ""  # the last words may still go
-    tell_all(mail, words)
-    wait(mail.sent, timeout=1)
-    group.broken = words
+def in_words(error, rank):
+    """Return what others are told of an error, or what this rank was told itself."""
+    if isinstance(error, ranks.PeerError):
+        return str(error)
+    return f"rank {rank} failed: {''.join(traceback.format_exception_only(error))}"
 
 
 class DistributedPipeline:
-    """A rank's stages of a network: all ranks make the same calls.
+    """A network in stages on several ranks, which all make the same calls.
 
-    Like ``Pipeline``, but of ``stages``, cut in the same way on all ranks, each keeps
-    those that the schedule gives it, where they are. If ``timeline`` is a list, a Span
-    is added for each action.
+    Like ``Pipeline``, but each rank keeps only its own of the stages, where they are.
+    If ``timeline`` is a list, a Span is added for each action.
     """
 
     def __init__(
@@ -317,10 +302,9 @@ class DistributedPipeline:
         self.timeline = None
 
     def forward_backward(self, X, y):
-        """Add to the gradients of this rank's stages; return the loss on the last one.
+        """Add to the gradients of this rank's stages; the last one returns the loss.
 
-        All ranks pass a batch of as many rows; only the first stage uses X, and only
-        the last one y.
+        All ranks pass as many rows. Only the first stage uses X, only the last one y.
         """
         check_batch(X, y, self.m)
         if self.group.broken:
@@ -337,7 +321,7 @@ class DistributedPipeline:
         try:
             run_actions(self.orders[self.group.me], stages, mail, self.timeline)
         except BaseException as error:
-            give_up(mail, error)
+            end(mail, error)
             raise
-        finish(mail)
+        end(mail)
         return loss.total if self.last in stages else None

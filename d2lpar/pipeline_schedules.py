@@ -2,9 +2,8 @@
 
 A schedule is a function ``(p, m) -> orders``: for p ranks and m micro-batches, a list
 of actions per rank. Chapter 12 writes this file. Sources: Huang et al., "GPipe" (2019);
-Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021) for 1F1B, and
-"Efficient Large-Scale Language Model Training on GPU Clusters" (2021) for interleaving;
-Qi et al., "Zero Bubble Pipeline Parallelism" (2023), for ZB-H1 and ZB-V.
+Narayanan et al. (2021), arXiv 2006.09503 for 1F1B, 2104.04473 for interleaving; Qi et
+al., "Zero Bubble Pipeline Parallelism" (2023).
 """
 
 from collections import Counter, deque
@@ -17,8 +16,7 @@ KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 class Action(NamedTuple):
     """A pass of ``microbatch`` on ``stage``: "forward", "backward" or "weight".
 
-    The last computes the gradients of the weights, where a schedule splits backward in
-    two. Otherwise "backward" does both.
+    If there is a "weight", the gradients of weights, "backward" leaves that to it.
     """
 
     stage: int
@@ -211,7 +209,7 @@ def clock(orders, forward=1.0, backward=1.0, weight=1.0, transfer=0.0):
     ticks, place, split = play(orders), placement(orders), is_split(orders)
     costs = {"forward": forward, "backward": backward, "weight": weight}
     for kind, cost in costs.items():
-        if not isinstance(cost, list):
+        if not isinstance(cost, list | tuple):
             costs[kind] = [cost] * len(place)
         elif len(cost) != len(place):
             raise ValueError(f"{kind} has {len(cost)} costs for {len(place)} stages")

@@ -39,6 +39,7 @@ from d2lpar.pipeline_schedules import (
     one_f_one_b,
     placement,
     sequential,
+    spell,
     zero_bubble,
     zero_bubble_v,
 )
@@ -239,8 +240,14 @@ def gradients_are_torchs(rank, p):
 # What is sent, when, and where it lies
 
 
+def runs_ahead(p, m):
+    """Rank 0 sends rank 1 what it takes late, and then rank 2 what that waits for."""
+    words = ["Ff" + "FbBf" * (m - 1) + "bB", *["FfbB" * m] * (p - 1)]
+    return [spell(word, r, p + r) for r, word in enumerate(words)]
+
+
 @both_ways
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, runs_ahead])
 def test_large_messages_do_not_deadlock(schedule, way):
     def train(rank, p):
         stages = [nn.Conv1d(1, 1, 1, bias=False) for _ in placement(schedule(p, 6))]
