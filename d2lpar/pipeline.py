@@ -23,6 +23,7 @@ from . import ranks
 from .devices import check_devices, to_device
 from .losses import check_sums, wide
 from .pipeline_schedules import Span, is_split, one_f_one_b, placement, play, targets
+from .ranks.collectives import calling
 
 
 def balance(costs, num_parts):
@@ -50,27 +51,21 @@ def cut(layers, num_stages, costs=None):
     costs = [1.0] * len(layers) if costs is None else [float(cost) for cost in costs]
     if len(costs) != len(layers):
         raise ValueError(f"there are {len(costs)} costs for {len(layers)} layers")
-    ends, owner = [0, *accumulate(balance(costs, num_stages))], {}
-    stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(ends)]
-    for s, stage in enumerate(stages):
-        for param in stage.parameters():
-            if owner.setdefault(param, s) != s:
-                shared = f"stages {owner[param]} and {s} share a parameter"
-                raise ValueError(f"{shared}: keep layers that do in one stage")
-    return stages
+    ends = [0, *accumulate(balance(costs, num_stages))]
+    return [nn.Sequential(*layers[a:b]) for a, b in pairwise(ends)]
 
 
 class Stage:
     """A part of a network, whose passes of a micro-batch are called one by one.
 
-    On the last stage, ``finish(i, output)`` returns the loss. If ``split``, backward
-    leaves the gradients of linear layers to ``weight``.
+    On the last stage, ``finish(i, output)`` returns the loss.
     """
 
     def __init__(self, module, split=False, finish=None):
         self.module, self.split, self.finish = module, split, finish
         self.live, self.later = {}, {}  # by micro-batch
 
+    @torch.enable_grad()
     def forward(self, i, X):
         """Return the output of micro-batch i, cut off from autograd's graph."""
         later = self.later[i] = []
@@ -97,7 +92,7 @@ class Stage:
         for X, grad, W, b in self.later.pop(i):
             W.backward(grad.T @ X)
             if b is not None and b.requires_grad:
-                b.backward(grad.sum(0))
+                b.backward(grad.sum_to_size(b.shape))
 
 
 class WeightsLater(TorchFunctionMode):
@@ -108,33 +103,45 @@ class WeightsLater(TorchFunctionMode):
         self.later = later
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Hide the weights of F.linear from autograd; note what they will need."""
-        if func is F.linear and args[0].requires_grad and args[1].requires_grad:
-            X, W, b = args
-            rows = X.reshape(-1, X.shape[-1])
-            output = func(rows, W.detach(), None if b is None else b.detach())
-            rows = rows.detach()
-            output.register_hook(lambda grad: self.later.append((rows, grad, W, b)))
-            return output.view(*X.shape[:-1], -1)
+        """Replace F.linear, as in ``autocast``."""
+        func = self.linear if func is F.linear else func
         return func(*args, **(kwargs or {}))
 
+    def linear(self, input, weight, bias=None):
+        """Hide the parameters from autograd, and note what their gradients need."""
+        # a private name: whether a checkpoint, or another one's hooks, are around us
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        is_matrix = weight.is_leaf and weight.requires_grad and weight.dim() == 2
+        if hooks or not (is_matrix and input.requires_grad):
+            return F.linear(input, weight, bias)
+        rows = input.reshape(-1, input.shape[-1])
+        hidden = weight.detach(), None if bias is None else bias.detach()
+        output = F.linear(rows, *hidden)
+        rows = rows.detach().to(output.dtype).conj()
+        output.register_hook(lambda g: self.later.append((rows, g, weight, bias)))
+        return output.view(*input.shape[:-1], len(weight))
 
-def run_actions(actions, stages, mail, timeline=None):
-    """Make actions in turn; ``mail`` brings what each works on, and takes results."""
+
+def run_actions(actions, stages, mail):
+    """Perform actions in order; ``mail`` brings what each needs, and takes results.
+
+    Return a Span for each.
+    """
+    spans = []
     for action in actions:
         stage, i, kind = action
         run, arrived = getattr(stages[stage], kind), mail.receive(action)
         if kind == "forward" and stage > 0:  # a leaf, where autograd's graph begins
-            arrived.requires_grad_(arrived.is_floating_point())
+            arrived.requires_grad_(arrived.is_floating_point() or arrived.is_complex())
         begin = time.perf_counter()
         try:
             result = run(i, arrived)
-        except Exception as error:
+        except BaseException as error:
             error.add_note(f"This was the {action}.")
             raise
-        if timeline is not None:
-            timeline.append(Span(action, begin, time.perf_counter()))
+        spans.append(Span(action, begin, time.perf_counter()))
         mail.send(action, result)
+    return spans
 
 
 class LocalMail:
@@ -183,9 +190,13 @@ class Pipeline:
         check_sums(criterion)
         self.stages, self.devices = nn.ModuleList(stages), check_devices(devices)
         self.m, self.orders = m, schedule(len(devices), m)
-        for stage, rank in zip(stages, places(stages, self.orders)):
+        self.ticks, place = (
+            play(self.orders),
+            owners(stages, self.orders, len(devices), m),
+        )
+        for stage, rank in zip(stages, place):
             stage.to(self.devices[rank])
-        self.criterion, self.count = criterion.to(self.devices[rank]), count
+        self.criterion, self.count = criterion.to(self.devices[place[-1]]), count
 
     def forward_backward(self, X, y):
         """Add to the gradients of all parameters; return the loss, detached."""
@@ -193,17 +204,23 @@ class Pipeline:
         mail = LocalMail(self.orders, X.tensor_split(self.m), self.devices)
         stages = [Stage(stage, is_split(self.orders)) for stage in self.stages]
         stages[-1].finish = loss = LossInParts(self.criterion, self.count, y, self.m)
-        run_actions(chain(*play(self.orders)), stages, mail)
+        run_actions(chain(*self.ticks), stages, mail)
         return loss.total
 
 
-def places(stages, orders):
-    """Return the rank of each stage, once the schedule is checked, and fits them."""
-    play(orders)
-    place = placement(orders)
-    if len(stages) != len(place):
-        numbers = f"there are {len(stages)} stages, and the schedule has {len(place)}"
-        raise ValueError(f"{numbers}: cut the network into as many")
+def owners(stages, orders, p, m):
+    """Return the rank of each stage; refuse a schedule that does not fit."""
+    place, counts = placement(orders), {action.microbatch for action in chain(*orders)}
+    made, wanted = (len(orders), len(counts), len(place)), (p, m, len(stages))
+    if made != wanted:
+        what = "ranks, micro-batches and stages"
+        raise ValueError(f"the schedule is for {made} {what}, not for {wanted}")
+    owner = {}
+    for s, stage in enumerate(stages):
+        for param in stage.parameters():
+            if owner.setdefault(param, s) != s:
+                shared = f"stages {owner[param]} and {s} share a parameter"
+                raise ValueError(f"{shared}: put layers that do in one stage")
     return list(place.values())
 
 
@@ -224,24 +241,24 @@ class Mail:
         self.sent, self.coming = [], {}
         for src in group.others:
             results = filter(None, map(self.targets.get, orders[src]))
-            mine = [there for there in results if self.place[there.stage] == group.me]
+            mine = (there for there in results if self.place[there.stage] == group.me)
             self.coming[src] = deque(mine)
 
     def receive(self, action):
         """Return activations or a gradient; None if ``action`` needs neither."""
         for src, coming in self.coming.items():
             while action in coming:  # take what comes before it, too
-                self.box[coming.popleft()] = self.next_from(src)
+                self.box[coming.popleft()] = self.next_from(self.group.ranks[src])
         return self.box.pop(action, None)
 
-    def next_from(self, src):
-        """Return what a member sends next; PeerError if it says that it has failed."""
-        rank = self.group.ranks[src]
+    def next_from(self, rank):
+        """Return what a rank sends next; PeerError if it says that it has failed."""
         try:
             return ranks.receive(rank, self.group).to(self.device)
         except ranks.MismatchError as error:
-            words = str(error).rpartition("it says: ")[2]
-            raise ranks.PeerError(words, (rank,)) from None
+            words = str(error).partition("it says: ")[2]
+            missing = f"rank {rank} did not send all results"
+            raise ranks.PeerError(missing if words == "done" else words) from None
 
     def send(self, action, result):
         """Let a thread send a result to the rank that works on it, if any."""
@@ -256,61 +273,58 @@ class Mail:
 
 def end(mail, error=None):
     """Tell all ranks how a step ended here; raise PeerError if it failed elsewhere."""
-    group, deadline = mail.group, mail.group.deadline(None)
-    words = in_words(error, group.ranks[group.me]) if error else "done"
-    group.broken = ""  # these last words may still go
-    for dst, sender in mail.senders.items():
+    group, words, deadline = mail.group, "done", mail.group.deadline(None)
+    if isinstance(error, ranks.PeerError):
+        words = str(error)
+    elif error:
+        lines = reversed(traceback.format_exception_only(error))  # which pass, and why
+        words = f"rank {group.ranks[group.me]} failed. {''.join(lines)}"
+    group.broken = ""  # or these last words could not be sent
+    for dst, sender in mail.senders.items():  # a note has a number, and words
         mail.sent.append(sender.submit(group.tell, {dst: f"0 {words}"}, [], deadline))
     notes = {} if error else group.tell({}, group.others, deadline)
-    wait(mail.sent, timeout=1)
+    wait(mail.sent, timeout=1)  # a rank that has failed takes no more
     failed = [note[2:] for note in notes.values() if note != "0 done"]
     group.broken = words if error else "".join(failed[:1])
     if failed:
         raise ranks.PeerError(failed[0])
 
 
-def in_words(error, rank):
-    """Return what others are told of an error, or what this rank was told itself."""
-    if isinstance(error, ranks.PeerError):
-        return str(error)
-    return f"rank {rank} failed: {''.join(traceback.format_exception_only(error))}"
-
-
 class DistributedPipeline:
     """A network in stages on several ranks, which all make the same calls.
 
-    Like ``Pipeline``, but each rank keeps only its own of the stages, where they are.
-    If ``timeline`` is a list, a Span is added for each action.
+    Like ``Pipeline``, but each rank keeps only its own stages, on the device where they
+    are. ``spans`` are those of the last step.
     """
 
     def __init__(
         self, stages, criterion, m, schedule=one_f_one_b, count=None, group=None
     ):
-        check_sums(criterion)
         self.group = ranks.own_group(group)
-        self.m, self.orders = m, schedule(self.group.size, m)
-        place = enumerate(places(stages, self.orders))
-        sizes = [len(list(stage.parameters())) for stage in stages]
-        name = getattr(schedule, "__name__", "")
-        digest = crc32(repr(self.orders).encode())
-        plan = f"pipeline {name} ({digest:08x}), stages with {sizes} parameters"
-        ranks.agree(plan, self.group)
-        own = {str(s): stages[s] for s, rank in place if rank == self.group.me}
-        self.stages = nn.ModuleDict(own)
+        with calling("pipeline", self.group, None) as call:
+            check_sums(criterion)
+            self.m, self.orders = m, schedule(self.group.size, m)
+            play(self.orders)
+            place = owners(stages, self.orders, self.group.size, m)
+            sizes = [len(list(stage.parameters())) for stage in stages]
+            digest = crc32(repr(self.orders).encode())
+            call.agree(f"schedule {digest:08x}, stages of {sizes} parameters")
+        own = [s for s, rank in enumerate(place) if rank == self.group.me]
+        self.stages = nn.ModuleDict({str(s): stages[s] for s in own})
         self.last, self.criterion, self.count = len(stages) - 1, criterion, count
         self.senders = {dst: ranks.Sender() for dst in self.group.others}
-        self.timeline = None
 
     def forward_backward(self, X, y):
         """Add to the gradients of this rank's stages; the last one returns the loss.
 
         All ranks pass as many rows. Only the first stage uses X, only the last one y.
         """
-        check_batch(X, y, self.m)
         if self.group.broken:
             raise ranks.PeerError(f"no longer of use since: {self.group.broken}")
-        loss = LossInParts(self.criterion, self.count, y, self.m)
-        ranks.agree(f"pipeline with {len(X)} rows", self.group)
+        with calling("step", self.group, None) as call:
+            check_batch(X, y, self.m)
+            loss = LossInParts(self.criterion, self.count, y, self.m)
+            call.agree(f"{len(X)} rows")
         split = is_split(self.orders)
         stages = {int(s): Stage(stage, split) for s, stage in self.stages.items()}
         if self.last in stages:
@@ -319,7 +333,7 @@ class DistributedPipeline:
         X_parts = X.to(device).tensor_split(self.m) if 0 in stages else []
         mail = Mail(self.orders, X_parts, self.group, self.senders, device)
         try:
-            run_actions(self.orders[self.group.me], stages, mail, self.timeline)
+            self.spans = run_actions(self.orders[self.group.me], stages, mail)
         except BaseException as error:
             end(mail, error)
             raise

@@ -7,7 +7,7 @@ al., "Zero Bubble Pipeline Parallelism" (2023).
 """
 
 from collections import Counter, deque
-from itertools import chain, product
+from itertools import chain, product, starmap
 from typing import NamedTuple
 
 KINDS = {"F": "forward", "B": "backward", "W": "weight"}
@@ -16,7 +16,7 @@ KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 class Action(NamedTuple):
     """A pass of ``microbatch`` on ``stage``: "forward", "backward" or "weight".
 
-    If there is a "weight", the gradients of weights, "backward" leaves that to it.
+    With a "weight", "backward" computes the gradient of the input alone.
     """
 
     stage: int
@@ -155,11 +155,11 @@ def check_complete(orders):
     counts = Counter(chain(*orders))
     if not counts:
         raise ValueError("the schedule has no actions")
-    num_stages, m = (1 + max(numbers) for numbers in list(zip(*counts))[:2])
+    num_stages = 1 + max(action.stage for action in counts)
+    m = 1 + max(action.microbatch for action in counts)
     kinds = ["forward", "backward", "weight"][: 2 + is_split(orders)]
-    passes = product(range(num_stages), range(m), kinds)
-    wanted = dict.fromkeys(Action(*each) for each in passes)
-    for action in chain(wanted, counts):
+    wanted = dict.fromkeys(starmap(Action, product(range(num_stages), range(m), kinds)))
+    for action in wanted | counts:
         if action not in wanted:
             raise ValueError(f"{action!r} is no action of a pipeline")
         if counts[action] != 1:
@@ -170,7 +170,7 @@ def play(orders):
     """Let the ranks go through their lists; return the ticks, lists of actions.
 
     In a tick each rank does its next action, if all that it needs was done before. A
-    ValueError says which action is missing or twice, or waits for what never comes.
+    ValueError says which action is missing or duplicated, or who waits for whom.
     """
     check_complete(orders)
     num_stages = len(placement(orders))
@@ -179,9 +179,11 @@ def play(orders):
         heads = [actions[0] for actions in todo if actions]
         tick = [head for head in heads if done.issuperset(needs(head, num_stages))]
         if not tick:
-            missing = [n for n in needs(heads[0], num_stages) if n not in done]
-            waits = f"the {heads[0]} waits for the {missing[0]}"
-            raise ValueError(f"tick {len(ticks)}: {waits}, which never comes")
+            waits = []
+            for head in heads:
+                missing = [n for n in needs(head, num_stages) if n not in done]
+                waits.append(f"the {head} waits for the {missing[0]}")
+            raise ValueError(f"tick {len(ticks)}: {'; '.join(waits)}")
         for actions in todo:
             if actions and actions[0] in tick:
                 actions.popleft()
@@ -209,9 +211,9 @@ def clock(orders, forward=1.0, backward=1.0, weight=1.0, transfer=0.0):
     ticks, place, split = play(orders), placement(orders), is_split(orders)
     costs = {"forward": forward, "backward": backward, "weight": weight}
     for kind, cost in costs.items():
-        if not isinstance(cost, list | tuple):
-            costs[kind] = [cost] * len(place)
-        elif len(cost) != len(place):
+        one = isinstance(cost, int | float)
+        costs[kind] = [cost] * len(place) if one else list(map(float, cost))
+        if len(costs[kind]) != len(place):
             raise ValueError(f"{kind} has {len(cost)} costs for {len(place)} stages")
     free, ends, spans = [0.0] * len(orders), {}, [[] for _ in orders]
     for action in chain(*ticks):

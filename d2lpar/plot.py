@@ -271,7 +271,7 @@ def timeline(spans: list[tuple], title: str = "", note: str = "") -> Picture:
 
 
 @styled
-def pipeline(spans, title: str = "", unit: str = "ticks", note: str = "") -> Picture:
+def pipeline(spans, title: str = "", unit: str = "units", note: str = "") -> Picture:
     """Draw which micro-batch each rank works on: lists of Spans, or {name: lists}.
 
     Further stages of a rank are paler. ``keeps`` counts micro-batches of a whole rank.

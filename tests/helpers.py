@@ -113,14 +113,6 @@ def gradient(module):
     return next(module.parameters()).grad.item()
 
 
-class NeedsRows(nn.Module):
-    """The identity, which must not be called without rows."""
-
-    def forward(self, X):
-        assert len(X), "it was called without rows"
-        return X
-
-
 WIDTHS = 6, 8, 7, 9, 5  # of the model that the pipelines' tests cut
 
 

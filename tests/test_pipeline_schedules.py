@@ -181,7 +181,7 @@ REFUSED = [
     ([spell("BF", 0)], f"tick 0: the {B0} on stage 0 waits for the {F0} on stage 0"),
     (
         [spell("FB", 0), spell("BF", 1)],
-        f"tick 1: the {B0} on stage 0 waits for the {B0} on stage 1, which never comes",
+        f"tick 1: the {B0} on stage 0 waits for the {B0} on stage 1; the {B0} on",
     ),
     ([spell("FWB", 0)], f"the weight of micro-batch 0 on stage 0 waits for the {B0}"),
 ]

@@ -118,8 +118,8 @@ def test_a_pipeline_has_a_block_an_action_and_says_what_it_keeps(schedule):
     keeps = [word for word in words(first) if word.startswith("keeps")]
     assert keeps == [f"keeps {max(kept(order)) / v:g}" for order in orders]
     end, idle = max(span.end for span in every), 100 * bubble(spans)
-    assert first.get_title("left") == f"one: {end:g} ticks, {idle:.0f} % idle"
-    assert blocks(first) == blocks(second) and second.get_xlabel() == "time in ticks"
+    assert first.get_title("left") == f"one: {end:g} units, {idle:.0f} % idle"
+    assert blocks(first) == blocks(second) and second.get_xlabel() == "time in units"
     kinds = {span.action.kind: v for span in every}  # a colour each, paler per stage
     colours = {to_hex(c.get_facecolor()[0]) for c in first.collections}
     assert len(colours) == len(kinds) * v + 2  # idle, and what is kept

@@ -86,14 +86,13 @@ def make(
     if name in ALONE and rank:
         return None
     region = region or autocast(enabled=False)
-    model = _wrap(
-        name, lenet_layers(0.05, torch.Generator().manual_seed(0)), X, rank, k
-    )
+    layers = lenet_layers(0.05, torch.Generator().manual_seed(0))
+    model = _wrap(name, layers, X, rank, k)
     if name in (*DATA, *SHARDED):
         X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
     if name == "pipeline":
-        stages, model = model, model[rank]
-        model.forward = _in_region(region, model.forward)
+        stages = pipeline_stages(layers, X, k)
+        stages[rank] = _in_region(region, model)
         pipeline = DistributedPipeline(stages, _WideLoss(), MICROBATCHES, count=len)
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     if name == "ZeRO-1":
@@ -121,7 +120,7 @@ def _wrap(
     name: str, layers: nn.Sequential, X: torch.Tensor, rank: int, k: int
 ) -> nn.Module:
     if name == "pipeline":
-        return cut(layers, k, [sum(layer.flops) for layer in profile(layers, X[:2])])
+        return pipeline_stages(layers, X, k)[rank]
     if name == "tensor split":
         return TensorParallelLeNet(list(layers.parameters()))
     if name == "DataParallel":
@@ -140,12 +139,20 @@ def _wrap(
     return layers
 
 
-def _in_region(region, function):
+def pipeline_stages(layers, X, k) -> list[nn.Sequential]:
+    """Return k stages with about as many FLOP each."""
+    return cut(layers, k, [sum(layer.flops) for layer in profile(layers, X[:2])])
+
+
+def _in_region(region, module):
+    forward = module.forward
+
     def call(*args):
         with region:
-            return function(*args)
+            return forward(*args)
 
-    return call
+    module.forward = call
+    return module
 
 
 def _loss(y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -106,9 +106,10 @@ def pipelined(row, column, averages):
     train(
         list(whole.parameters()), lambda X, y: F.cross_entropy(whole(X), y).backward()
     )
-    stage = cut(model, 2)[number]
-    replica = NaiveDistributedDataParallel(stage, column)
-    pipeline = DistributedPipeline(replica, nn.CrossEntropyLoss(), 4, group=row)
+    stages = cut(model, 2)
+    stages[number] = replica = NaiveDistributedDataParallel(stages[number], column)
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    pipeline = DistributedPipeline(stages, criterion, 4, count=len, group=row)
 
     def add_gradients(X, y):
         pipeline.forward_backward(X, y)
@@ -116,7 +117,7 @@ def pipelined(row, column, averages):
             replica.average_gradients()
 
     return (
-        list(stage.parameters()),
+        list(replica.parameters()),
         add_gradients,
         list(cut(whole, 2)[number].parameters()),
     )
