@@ -112,12 +112,13 @@ class WeightsLater(TorchFunctionMode):
         # a private name: whether a checkpoint, or another one's hooks, are around us
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         is_matrix = weight.is_leaf and weight.requires_grad and weight.dim() == 2
-        if hooks or not (is_matrix and input.requires_grad):
+        wanted = is_matrix and input.requires_grad and torch.is_grad_enabled()
+        if hooks or not wanted:
             return F.linear(input, weight, bias)
         rows = input.reshape(-1, input.shape[-1])
         hidden = weight.detach(), None if bias is None else bias.detach()
         output = F.linear(rows, *hidden)
-        rows = rows.detach().to(output.dtype).conj()
+        rows = rows.detach().to(output.dtype).conj()  # autocast's type; if complex
         output.register_hook(lambda g: self.later.append((rows, g, weight, bias)))
         return output.view(*input.shape[:-1], len(weight))
 
@@ -190,10 +191,8 @@ class Pipeline:
         check_sums(criterion)
         self.stages, self.devices = nn.ModuleList(stages), check_devices(devices)
         self.m, self.orders = m, schedule(len(devices), m)
-        self.ticks, place = (
-            play(self.orders),
-            owners(stages, self.orders, len(devices), m),
-        )
+        self.ticks = play(self.orders)
+        place = owners(stages, self.orders, len(devices), m)
         for stage, rank in zip(stages, place):
             stage.to(self.devices[rank])
         self.criterion, self.count = criterion.to(self.devices[place[-1]]), count
@@ -238,11 +237,11 @@ class Mail:
         self.place, self.targets = placement(orders), targets(orders)
         self.group, self.senders, self.device = group, senders, device
         self.box = {(0, i, "forward"): X for i, X in enumerate(X_parts)}
-        self.sent, self.coming = [], {}
-        for src in group.others:
-            results = filter(None, map(self.targets.get, orders[src]))
-            mine = (there for there in results if self.place[there.stage] == group.me)
-            self.coming[src] = deque(mine)
+        self.sent, self.coming = [], {src: deque() for src in group.others}
+        for src, action in [(r, a) for r in group.others for a in orders[r]]:
+            there = self.targets.get(action)
+            if there and self.place[there.stage] == group.me:
+                self.coming[src].append(there)
 
     def receive(self, action):
         """Return activations or a gradient; None if ``action`` needs neither."""
