@@ -14,7 +14,7 @@ from timing import print_goal, print_machine, ratio
 from d2lpar import launch
 from d2lpar.study.methods import time_in_turn
 
-WIDTH, LAYERS, ROWS = 512, 8, 256  # ROWS of a micro-batch
+WIDTH, LAYERS, ROWS = 512, 8, 512  # ROWS of a micro-batch
 GOAL = 1.5
 
 
@@ -26,10 +26,7 @@ def measure(rank: int, world_size: int, m: int, rounds: int) -> dict:
     from d2lpar import DistributedPipeline, cut, pipeline_schedules
 
     torch.manual_seed(0)
-    pairs = [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
-        for _ in range(LAYERS)
-    ]
+    pairs = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)]
     X, sums = torch.randn(ROWS * m, WIDTH), nn.MSELoss(reduction="sum")
     contenders = {
         "plain split": ("gpipe", 1),
