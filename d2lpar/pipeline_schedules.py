@@ -7,7 +7,7 @@ al., "Zero Bubble Pipeline Parallelism" (2023).
 """
 
 from collections import Counter, deque
-from itertools import chain, product, starmap
+from itertools import accumulate, chain, product, starmap
 from typing import NamedTuple
 
 KINDS = {"F": "forward", "B": "backward", "W": "weight"}
@@ -245,8 +245,5 @@ def kept(order):
     Those of a micro-batch on a stage count as one, until the last pass that needs them.
     """
     last = "weight" if is_split([order]) else "backward"
-    counts, now = [], 0
-    for action in order:
-        now += (action.kind == "forward") - (action.kind == last)
-        counts.append(now)
-    return counts
+    changes = [(kind == "forward") - (kind == last) for _, _, kind in order]
+    return list(accumulate(changes))
