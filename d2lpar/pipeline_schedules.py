@@ -98,11 +98,12 @@ def zero_bubble_v(p, m):
 
     Rank r has the stages r (capitals) and 2p - 1 - r (small letters).
     """
-    n, orders = max(m, 2 * p - 1), []  # with fewer, the others are left out
+    n, orders = max(m, 2 * p - 1), []
     for r in range(p):
         warm_up = "F" * (2 * (p - r) - 1) + "fF" * r + "fbw" * (p - r)
         cool_down = "Bb" * r + "BW" * (p - r) + "w" * r + "W" * r
         order = spell(warm_up + "FBWfbw" * (n - p) + cool_down, r, 2 * p - 1 - r)
+        # passes of micro-batches beyond m are left out
         orders.append([action for action in order if action.microbatch < m])
     return orders
 
