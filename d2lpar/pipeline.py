@@ -236,7 +236,7 @@ class Mail:
     def __init__(self, orders, X_parts, group, senders, device):
         self.place, self.targets = placement(orders), targets(orders)
         self.group, self.senders, self.device = group, senders, device
-        self.box = {(0, i, "forward"): X for i, X in enumerate(X_parts)}
+        self.box = {(0, i, "forward"): X.to(device) for i, X in enumerate(X_parts)}
         self.sent, self.coming = [], {src: deque() for src in group.others}
         for src, action in [(r, a) for r in group.others for a in orders[r]]:
             there = self.targets.get(action)
@@ -310,7 +310,10 @@ class DistributedPipeline:
             call.agree(f"schedule {digest:08x}, stages of {sizes} parameters")
         own = [s for s, rank in enumerate(place) if rank == self.group.me]
         self.stages = nn.ModuleDict({str(s): stages[s] for s in own})
-        self.last, self.criterion, self.count = len(stages) - 1, criterion, count
+        params = self.stages.parameters()
+        self.device = next((p.device for p in params), torch.device("cpu"))
+        self.criterion, self.count = criterion.to(self.device), count
+        self.last = len(stages) - 1
         self.senders = {dst: ranks.Sender() for dst in self.group.others}
 
     def forward_backward(self, X, y):
@@ -323,14 +326,14 @@ class DistributedPipeline:
         with calling("step", self.group, None) as call:
             check_batch(X, y, self.m)
             loss = LossInParts(self.criterion, self.count, y, self.m)
+            X_parts = X.tensor_split(self.m)
             call.agree(f"{len(X)} rows")
         split = is_split(self.orders)
         stages = {int(s): Stage(stage, split) for s, stage in self.stages.items()}
         if self.last in stages:
             stages[self.last].finish = loss
-        device = next((p.device for p in self.stages.parameters()), torch.device("cpu"))
-        X_parts = X.to(device).tensor_split(self.m) if 0 in stages else []
-        mail = Mail(self.orders, X_parts, self.group, self.senders, device)
+        X_parts = X_parts if 0 in stages else []
+        mail = Mail(self.orders, X_parts, self.group, self.senders, self.device)
         try:
             self.spans = run_actions(self.orders[self.group.me], stages, mail)
         except BaseException as error:
