@@ -6,7 +6,6 @@ ranks. Chapter 13 writes this file. Sources: Huang et al., "GPipe" (2019), Qi et
 """
 
 import time
-import traceback
 from collections import deque
 from concurrent.futures import wait
 from contextlib import nullcontext
@@ -56,10 +55,7 @@ def cut(layers, num_stages, costs=None):
 
 
 class Stage:
-    """A part of a network, whose passes of a micro-batch are called one by one.
-
-    On the last stage, ``finish(i, output)`` returns the loss.
-    """
+    """A part of a network; on the last one ``finish(i, output)`` returns the loss."""
 
     def __init__(self, module, split=False, finish=None):
         self.module, self.split, self.finish = module, split, finish
@@ -71,9 +67,6 @@ class Stage:
         later = self.later[i] = []
         with WeightsLater(later) if self.split else nullcontext():
             output = self.module(X)
-        if not isinstance(output, torch.Tensor):
-            what = f"a stage returned a {type(output).__name__}"
-            raise TypeError(f"{what}: cut where one tensor goes from layer to layer")
         if self.finish:
             output = self.finish(i, output)
         self.live[i] = X, output
@@ -124,10 +117,7 @@ class WeightsLater(TorchFunctionMode):
 
 
 def run_actions(actions, stages, mail):
-    """Perform actions in order; ``mail`` brings what each needs, and takes results.
-
-    Return a Span for each.
-    """
+    """Perform actions on what ``mail`` brings, give it the results; return spans."""
     spans = []
     for action in actions:
         stage, i, kind = action
@@ -150,8 +140,8 @@ class LocalMail:
 
     def __init__(self, orders, X_parts, devices):
         self.place, self.targets = placement(orders), targets(orders)
-        self.devices = devices
-        self.box = {(0, i, "forward"): X for i, X in enumerate(X_parts)}
+        self.devices, first = devices, devices[self.place[0]]
+        self.box = {(0, i, "forward"): X.to(first) for i, X in enumerate(X_parts)}
 
     def receive(self, action):
         """Return activations or a gradient; None if ``action`` needs neither."""
@@ -159,8 +149,7 @@ class LocalMail:
 
     def send(self, action, result):
         """Move a result to the device of the stage that works on it, if any."""
-        there = self.targets.get(action)
-        if there:
+        if there := self.targets.get(action):
             src, dst = self.place[action.stage], self.place[there.stage]
             self.box[there] = to_device(result, self.devices[dst], src, dst)
 
@@ -214,12 +203,9 @@ def owners(stages, orders, p, m):
     if made != wanted:
         what = "ranks, micro-batches and stages"
         raise ValueError(f"the schedule is for {made} {what}, not for {wanted}")
-    owner = {}
-    for s, stage in enumerate(stages):
-        for param in stage.parameters():
-            if owner.setdefault(param, s) != s:
-                shared = f"stages {owner[param]} and {s} share a parameter"
-                raise ValueError(f"{shared}: put layers that do in one stage")
+    params = [param for stage in stages for param in stage.parameters()]
+    if len(set(params)) < len(params):
+        raise ValueError("two stages share a parameter: put layers that do in one")
     return list(place.values())
 
 
@@ -233,11 +219,12 @@ def check_batch(X, y, m):
 class Mail:
     """Mail between ranks: all know the schedule, and so what comes next from whom."""
 
-    def __init__(self, orders, X_parts, group, senders, device):
+    def __init__(self, orders, X_parts, group, device):
         self.place, self.targets = placement(orders), targets(orders)
-        self.group, self.senders, self.device = group, senders, device
-        self.box = {(0, i, "forward"): X.to(device) for i, X in enumerate(X_parts)}
-        self.sent, self.coming = [], {src: deque() for src in group.others}
+        self.group, self.device = group, device
+        self.box = {(0, i, "forward"): X for i, X in enumerate(X_parts)}
+        self.senders, self.sent = {dst: ranks.Sender() for dst in group.others}, []
+        self.coming = {src: deque() for src in group.others}
         for src, action in [(r, a) for r in group.others for a in orders[r]]:
             there = self.targets.get(action)
             if there and self.place[there.stage] == group.me:
@@ -245,19 +232,15 @@ class Mail:
 
     def receive(self, action):
         """Return activations or a gradient; None if ``action`` needs neither."""
-        for src, coming in self.coming.items():
-            while action in coming:  # take what comes before it, too
-                self.box[coming.popleft()] = self.next_from(self.group.ranks[src])
-        return self.box.pop(action, None)
-
-    def next_from(self, rank):
-        """Return what a rank sends next; PeerError if it says that it has failed."""
         try:
-            return ranks.receive(rank, self.group).to(self.device)
-        except ranks.MismatchError as error:
-            words = str(error).partition("it says: ")[2]
-            missing = f"rank {rank} did not send all results"
-            raise ranks.PeerError(missing if words == "done" else words) from None
+            for src, coming in self.coming.items():
+                while action in coming:  # take what comes before it, too
+                    arrived = ranks.receive(self.group.ranks[src], self.group)
+                    self.box[coming.popleft()] = arrived
+        except ranks.MismatchError as error:  # it has failed, and says why
+            raise ranks.PeerError(str(error).partition("it says: ")[2]) from None
+        arrived = self.box.pop(action, None)
+        return None if arrived is None else arrived.to(self.device)
 
     def send(self, action, result):
         """Let a thread send a result to the rank that works on it, if any."""
@@ -276,8 +259,8 @@ def end(mail, error=None):
     if isinstance(error, ranks.PeerError):
         words = str(error)
     elif error:
-        lines = reversed(traceback.format_exception_only(error))  # which pass, and why
-        words = f"rank {group.ranks[group.me]} failed. {''.join(lines)}"
+        why = [*getattr(error, "__notes__", []), repr(error)]  # first which pass it was
+        words = f"rank {group.ranks[group.me]} failed. {' '.join(why)}"
     group.broken = ""  # or these last words could not be sent
     for dst, sender in mail.senders.items():  # a note has a number, and words
         mail.sent.append(sender.submit(group.tell, {dst: f"0 {words}"}, [], deadline))
@@ -290,11 +273,7 @@ def end(mail, error=None):
 
 
 class DistributedPipeline:
-    """A network in stages on several ranks, which all make the same calls.
-
-    Like ``Pipeline``, but each rank keeps only its own stages, on the device where they
-    are. ``spans`` are those of the last step.
-    """
+    """Like ``Pipeline``, between ranks; each keeps its own stages, where they are."""
 
     def __init__(
         self, stages, criterion, m, schedule=one_f_one_b, count=None, group=None
@@ -314,26 +293,24 @@ class DistributedPipeline:
         self.device = next((p.device for p in params), torch.device("cpu"))
         self.criterion, self.count = criterion.to(self.device), count
         self.last = len(stages) - 1
-        self.senders = {dst: ranks.Sender() for dst in self.group.others}
 
     def forward_backward(self, X, y):
         """Add to the gradients of this rank's stages; the last one returns the loss.
 
-        All ranks pass as many rows. Only the first stage uses X, only the last one y.
+        All ranks call it, with as many rows. Only the first stage uses X, and only the
+        last one y. ``spans`` are the times of this rank's last step.
         """
         if self.group.broken:
             raise ranks.PeerError(f"no longer of use since: {self.group.broken}")
         with calling("step", self.group, None) as call:
             check_batch(X, y, self.m)
             loss = LossInParts(self.criterion, self.count, y, self.m)
-            X_parts = X.tensor_split(self.m)
+            mail = Mail(self.orders, X.tensor_split(self.m), self.group, self.device)
             call.agree(f"{len(X)} rows")
         split = is_split(self.orders)
         stages = {int(s): Stage(stage, split) for s, stage in self.stages.items()}
         if self.last in stages:
             stages[self.last].finish = loss
-        X_parts = X_parts if 0 in stages else []
-        mail = Mail(self.orders, X_parts, self.group, self.senders, self.device)
         try:
             self.spans = run_actions(self.orders[self.group.me], stages, mail)
         except BaseException as error:

@@ -61,10 +61,8 @@ def one_f_one_b(p, m):
 
 def in_rounds(kind, stages, p, m):
     """Return passes of p micro-batches on each stage in turn, then of the next p."""
-    order = []
-    for first, stage in product(range(0, m, p), stages):
-        order += [Action(stage, first + i, kind) for i in range(p)]
-    return order
+    turns = product(range(0, m, p), stages, range(p))
+    return [Action(stage, first + i, kind) for first, stage, i in turns]
 
 
 def interleaved(p, m, v=2):

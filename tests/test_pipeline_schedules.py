@@ -18,13 +18,11 @@ from d2lpar.pipeline_schedules import (
     gpipe,
     interleaved,
     kept,
-    needs,
     one_f_one_b,
     placement,
     play,
     sequential,
     spell,
-    targets,
     zero_bubble,
     zero_bubble_v,
 )
@@ -153,17 +151,6 @@ def test_words_stand_for_actions():
     assert spell("Ffbw", 0, 5) == [F(0, 0), F(5, 0), B(5, 0), Action(5, 0, "weight")]
     with pytest.raises(ValueError, match="rounds of 4 micro-batches: 6 do not fit"):
         interleaved(4, 6)
-
-
-def test_needs_and_targets_are_opposites():
-    for schedule in (one_f_one_b, interleaved, zero_bubble_v):
-        orders = schedule(2, 4)
-        found, num_stages = targets(orders), len(placement(orders))
-        for action, there in found.items():
-            assert action in needs(there, num_stages) and action.stage != there.stage
-        actions = [action for order in orders for action in order]
-        needed = [n for a in actions for n in needs(a, num_stages) if n[0] != a[0]]
-        assert len(needed) == len(found) and set(needed) == set(found)
 
 
 F0, B0 = "forward of micro-batch 0", "backward of micro-batch 0"
