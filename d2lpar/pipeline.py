@@ -259,8 +259,8 @@ def end(mail, error=None):
     if isinstance(error, ranks.PeerError):
         words = str(error)
     elif error:
-        why = [*getattr(error, "__notes__", []), repr(error)]  # first which pass it was
-        words = f"rank {group.ranks[group.me]} failed. {' '.join(why)}"
+        lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
+        words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])
     group.broken = ""  # or these last words could not be sent
     for dst, sender in mail.senders.items():  # a note has a number, and words
         mail.sent.append(sender.submit(group.tell, {dst: f"0 {words}"}, [], deadline))

@@ -389,7 +389,9 @@ def test_a_stage_that_fails_is_named_on_all_ranks(kind, way):
         ranks.barrier()  # the group of all goes on
         return first, attempt(run.forward_backward, X, Y)
 
-    named = f"failed. This was the {kind} of micro-batch 2 on stage 1. ArithmeticError"
+    named = (
+        f"failed.\nThis was the {kind} of micro-batch 2 on stage 1.\nArithmeticError"
+    )
     for rank, (first, again) in enumerate(launch(train, 3, timeout=LIMIT)):
         (error, text, _, seconds), (later, why, *_) = first, again
         assert seconds < SOON and later == "PeerError" and f"rank 1 {named}" in why
