@@ -34,8 +34,8 @@ def spell(word, *stages):
     """
     order = []
     for n, letter in enumerate(word):
-        stage, microbatch = stages[letter.islower()], word[:n].count(letter)
-        order.append(Action(stage, microbatch, KINDS[letter.upper()]))
+        stage = stages[letter.islower()]  # 0 or 1
+        order.append(Action(stage, word[:n].count(letter), KINDS[letter.upper()]))
     return order
 
 
@@ -81,7 +81,7 @@ def interleaved(p, m, v=2):
 
 
 def zero_bubble(p, m):
-    """ZB-H1: 1F1B in which the weights of rank r lag r micro-batches behind."""
+    """ZB-H1: 1F1B in which rank r runs each "weight" r micro-batches late."""
     orders = []
     for r in range(p):
         warm_up = min(m, p - r)
@@ -99,9 +99,10 @@ def zero_bubble_v(p, m):
     n, orders = max(m, 2 * p - 1), []
     for r in range(p):
         warm_up = "F" * (2 * (p - r) - 1) + "fF" * r + "fbw" * (p - r)
+        steady = "FBWfbw" * (n - 2 * p + 1 + r) + "BWfbw" * (p - 1 - r)
         cool_down = "Bb" * r + "BW" * (p - r) + "w" * r + "W" * r
-        order = spell(warm_up + "FBWfbw" * (n - p) + cool_down, r, 2 * p - 1 - r)
-        # passes of micro-batches beyond m are left out
+        order = spell(warm_up + steady + cool_down, r, 2 * p - 1 - r)
+        # for m < 2p - 1: without the micro-batches that are not there
         orders.append([action for action in order if action.microbatch < m])
     return orders
 
@@ -158,7 +159,7 @@ def check_complete(orders):
     m = 1 + max(action.microbatch for action in counts)
     kinds = ["forward", "backward", "weight"][: 2 + is_split(orders)]
     wanted = dict.fromkeys(starmap(Action, product(range(num_stages), range(m), kinds)))
-    for action in wanted | counts:
+    for action in [*wanted, *counts]:
         if action not in wanted:
             raise ValueError(f"{action!r} is no action of a pipeline")
         if counts[action] != 1:
@@ -169,7 +170,7 @@ def play(orders):
     """Let the ranks go through their lists; return the ticks, lists of actions.
 
     In a tick each rank does its next action, if all that it needs was done before. A
-    ValueError says which action is missing or duplicated, or who waits for whom.
+    ValueError says which action is missing or there twice, or which waits for which.
     """
     check_complete(orders)
     num_stages = len(placement(orders))
@@ -218,7 +219,7 @@ def clock(orders, forward=1.0, backward=1.0, weight=1.0, transfer=0.0):
     for action in chain(*ticks):
         stage, _, kind = action
         start = free[place[stage]]
-        sender = source(action, len(place))
+        sender = source(action, len(place))  # all else was earlier in the rank's list
         if sender:
             travel = transfer if place[sender.stage] != place[stage] else 0.0
             start = max(start, ends[sender] + travel)
@@ -233,9 +234,9 @@ def clock(orders, forward=1.0, backward=1.0, weight=1.0, transfer=0.0):
 def bubble(spans):
     """Return the idle part of all ranks' time, from the first start to the last end."""
     every = list(chain(*spans))
-    duration = max(span.end for span in every) - min(span.start for span in every)
+    total = max(span.end for span in every) - min(span.start for span in every)
     busy = sum(span.end - span.start for span in every)
-    return 1 - busy / (len(spans) * duration)
+    return 1 - busy / (len(spans) * total)
 
 
 def kept(order):
