@@ -1,8 +1,7 @@
 """Running a pipeline: the stages of a network, and one loop for any schedule.
 
-``Pipeline`` trains on the devices of one process, ``DistributedPipeline`` between
-ranks. Chapter 13 writes this file. Sources: Huang et al., "GPipe" (2019), Qi et al.,
-"Zero Bubble Pipeline Parallelism" (2023), and ``torch.distributed.pipelining``.
+``Pipeline`` trains on devices of one process, ``DistributedPipeline`` between ranks.
+Chapter 13 writes this file. Its sources: those of ``pipeline_schedules``, and torch's.
 """
 
 import time
@@ -82,7 +81,9 @@ class Stage:
     @torch.no_grad()
     def weight(self, i, _):
         """Add to the gradients of linear layers what backward has left."""
-        for X, grad, W, b in self.later.pop(i):
+        for X, version, grad, W, b in self.later.pop(i):
+            if X._version != version:
+                raise RuntimeError("a linear layer's input was changed in place")
             W.backward(grad.T @ X)
             if b is not None and b.requires_grad:
                 b.backward(grad.sum_to_size(b.shape))
@@ -102,17 +103,17 @@ class WeightsLater(TorchFunctionMode):
 
     def linear(self, input, weight, bias=None):
         """Hide the parameters from autograd, and note what their gradients need."""
-        # a private name: whether a checkpoint, or another one's hooks, are around us
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        is_matrix = weight.is_leaf and weight.requires_grad and weight.dim() == 2
-        wanted = is_matrix and input.requires_grad and torch.is_grad_enabled()
-        if hooks or not wanted:
+        inside = torch._C._autograd._top_saved_tensors_default_hooks(False)  # private
+        can_wait = weight.is_leaf and weight.requires_grad and weight.dim() == 2
+        can_wait = can_wait and input.requires_grad and torch.is_grad_enabled()
+        if inside or not can_wait:
             return F.linear(input, weight, bias)
         rows = input.reshape(-1, input.shape[-1])
         hidden = weight.detach(), None if bias is None else bias.detach()
         output = F.linear(rows, *hidden)
-        rows = rows.detach().to(output.dtype).conj()  # autocast's type; if complex
-        output.register_hook(lambda g: self.later.append((rows, g, weight, bias)))
+        X = rows.detach().to(output.dtype).conj()  # as autocast has it; if complex
+        saved = X, X._version
+        output.register_hook(lambda g: self.later.append((*saved, g, weight, bias)))
         return output.view(*input.shape[:-1], len(weight))
 
 
@@ -127,11 +128,11 @@ def run_actions(actions, stages, mail):
         begin = time.perf_counter()
         try:
             result = run(i, arrived)
+            spans.append(Span(action, begin, time.perf_counter()))
+            mail.send(action, result)
         except BaseException as error:
             error.add_note(f"This was the {action}.")
             raise
-        spans.append(Span(action, begin, time.perf_counter()))
-        mail.send(action, result)
     return spans
 
 
@@ -237,8 +238,8 @@ class Mail:
                 while action in coming:  # take what comes before it, too
                     arrived = ranks.receive(self.group.ranks[src], self.group)
                     self.box[coming.popleft()] = arrived
-        except ranks.MismatchError as error:  # it has failed, and says why
-            raise ranks.PeerError(str(error).partition("it says: ")[2]) from None
+        except ranks.MismatchError as error:  # no tensor, but a note: why it has failed
+            raise ranks.PeerError(error.plan) from None
         arrived = self.box.pop(action, None)
         return None if arrived is None else arrived.to(self.device)
 
@@ -261,7 +262,7 @@ def end(mail, error=None):
     elif error:
         lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
         words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])
-    group.broken = ""  # or these last words could not be sent
+    group.broken = ""  # if receiving has failed: so that the notes can be sent
     for dst, sender in mail.senders.items():  # a note has a number, and words
         mail.sent.append(sender.submit(group.tell, {dst: f"0 {words}"}, [], deadline))
     notes = {} if error else group.tell({}, group.others, deadline)
@@ -286,7 +287,7 @@ class DistributedPipeline:
             place = owners(stages, self.orders, self.group.size, m)
             sizes = [len(list(stage.parameters())) for stage in stages]
             digest = crc32(repr(self.orders).encode())
-            call.agree(f"schedule {digest:08x}, stages of {sizes} parameters")
+            call.agree(f"m = {m}, schedule {digest:08x}, stages of {sizes} parameters")
         own = [s for s, rank in enumerate(place) if rank == self.group.me]
         self.stages = nn.ModuleDict({str(s): stages[s] for s in own})
         params = self.stages.parameters()
@@ -297,8 +298,7 @@ class DistributedPipeline:
     def forward_backward(self, X, y):
         """Add to the gradients of this rank's stages; the last one returns the loss.
 
-        All ranks call it, with as many rows. Only the first stage uses X, and only the
-        last one y. ``spans`` are the times of this rank's last step.
+        All ranks call it, with equally many rows. The first stage uses X, the last y.
         """
         if self.group.broken:
             raise ranks.PeerError(f"no longer of use since: {self.group.broken}")
@@ -312,7 +312,7 @@ class DistributedPipeline:
         if self.last in stages:
             stages[self.last].finish = loss
         try:
-            self.spans = run_actions(self.orders[self.group.me], stages, mail)
+            run_actions(self.orders[self.group.me], stages, mail)
         except BaseException as error:
             end(mail, error)
             raise

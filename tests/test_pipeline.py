@@ -2,7 +2,7 @@
 
 import threading
 from copy import deepcopy
-from itertools import chain, combinations, pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -135,6 +135,16 @@ def test_two_halves_of_a_backward_pass_make_the_whole(build, wanted):
     assert second.live == second.later == {}
 
 
+def test_an_input_that_is_changed_before_its_weight_pass_is_refused():
+    stage, X = Stage(nn.Linear(3, 2), split=True), torch.ones(4, 3, requires_grad=True)
+    output = stage.forward(0, X)
+    stage.backward(0, output)
+    with torch.no_grad():
+        X.zero_()
+    with pytest.raises(RuntimeError, match="input was changed in place"):
+        stage.weight(0, None)
+
+
 # On devices and between ranks: what is trained is what one device would train
 
 
@@ -262,16 +272,13 @@ def test_large_messages_do_not_deadlock(schedule, way):
     launch(train, 3, timeout=LIMIT)
 
 
-def bytes_are_counted_spans_noted_and_threads_end(rank, p):
+def bytes_are_counted_and_threads_end(rank, p):
     before = threading.enumerate()
     run = DistributedPipeline(cut(mlp(*WIDTHS), p), MSE, 3)
     with count_bytes() as ledger:
         run.forward_backward(X, Y)
     assert ledger.bytes == {(rank, 1 - rank): 11 * 7 * 8}
     assert ledger.messages == {(rank, 1 - rank): 3}  # one of each micro-batch
-    assert [span.action for span in run.spans] == run.orders[rank]
-    times = list(chain(*[span[1:] for span in run.spans]))
-    assert times == sorted(times) and times[-1] > times[0]
     for thread in set(threading.enumerate()) - set(before):
         thread.join(SOON)
         assert not thread.is_alive()
@@ -339,8 +346,8 @@ def what_is_wrong_everywhere_is_refused(rank, p):
 
 def what_differs_is_told_to_all_and_loses_nothing(rank, p):
     for changes, words in [
-        ({"m": 3 + rank}, "pipeline, schedule"),
-        ({"schedule": gpipe if rank else one_f_one_b}, "pipeline, schedule"),
+        ({"m": 3 + rank}, "pipeline, m = "),
+        ({"schedule": gpipe if rank else one_f_one_b}, "pipeline, m = "),
         ({"stages": cut(mlp(*WIDTHS), 2 + rank)}, "(2, 3, 2)"),
         ({"stages": cut(mlp(*WIDTHS), 2, [1 + 9 * rank] + [1] * 6)}, "[4, 4] p"),
         ({"criterion": MSE if rank else nn.MSELoss()}, "must have"),
@@ -359,7 +366,7 @@ test_two_ranks = on_ranks(
     2,
     [
         gradients_are_torchs,
-        bytes_are_counted_spans_noted_and_threads_end,
+        bytes_are_counted_and_threads_end,
         what_is_wrong_everywhere_is_refused,
         what_differs_is_told_to_all_and_loses_nothing,
     ],

@@ -185,7 +185,7 @@ def receive(src: int, group=None, timeout: float | None = None) -> torch.Tensor:
         _, plan = group.tell({}, [member], deadline)[member].split(" ", 1)
         if not plan.startswith("send "):
             group.broken = f"rank {src} does not send a tensor, it says: {plan}"
-            raise MismatchError(group.broken)
+            raise MismatchError(group.broken, plan)
         _, dtype, shape = plan.split(" ", 2)
         tensor = torch.empty(json.loads(shape), dtype=getattr(torch, dtype))
         group.exchange([], [(member, tensor.view(-1), None)], deadline)

@@ -33,7 +33,11 @@ class PeerError(RuntimeError):
 
 
 class MismatchError(RuntimeError):
-    """The ranks were about to do different things."""
+    """The ranks were about to do different things; ``plan`` is another one's."""
+
+    def __init__(self, message: str, plan: str = ""):
+        super().__init__(message)
+        self.plan = plan
 
 
 class BusyError(RuntimeError):
