@@ -4,23 +4,20 @@
 Chapter 13 writes this file. Its sources: those of ``pipeline_schedules``, and torch's.
 """
 
-import time
 from collections import deque
 from concurrent.futures import wait
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from itertools import accumulate, chain, pairwise
-from zlib import crc32
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from . import ranks
 from .devices import check_devices, to_device
 from .losses import check_sums, wide
-from .pipeline_schedules import Span, is_split, one_f_one_b, placement, play, targets
+from .pipeline_schedules import is_split, one_f_one_b, placement, play, targets
 from .ranks.collectives import calling
 
 
@@ -56,7 +53,7 @@ def cut(layers, num_stages, costs=None):
 class Stage:
     """A part of a network; on the last one ``finish(i, output)`` returns the loss."""
 
-    def __init__(self, module, split=False, finish=None):
+    def __init__(self, module, split=False, finish=lambda i, output: output):
         self.module, self.split, self.finish = module, split, finish
         self.live, self.later = {}, {}  # by micro-batch
 
@@ -66,8 +63,7 @@ class Stage:
         later = self.later[i] = []
         with WeightsLater(later) if self.split else nullcontext():
             output = self.module(X)
-        if self.finish:
-            output = self.finish(i, output)
+        output = self.finish(i, output)
         self.live[i] = X, output
         return output.detach()
 
@@ -78,15 +74,10 @@ class Stage:
             output.backward(grad)
         return torch.zeros_like(X) if X.grad is None else X.grad
 
-    @torch.no_grad()
     def weight(self, i, _):
-        """Add to the gradients of linear layers what backward has left."""
-        for X, version, grad, W, b in self.later.pop(i):
-            if X._version != version:
-                raise RuntimeError("a linear layer's input was changed in place")
+        """Compute the gradients of linear layers' weights, which backward has left."""
+        for X, grad, W in self.later.pop(i):
             W.backward(grad.T @ X)
-            if b is not None and b.requires_grad:
-                b.backward(grad.sum_to_size(b.shape))
 
 
 class WeightsLater(TorchFunctionMode):
@@ -98,42 +89,35 @@ class WeightsLater(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Replace F.linear, as in ``autocast``."""
-        func = self.linear if func is F.linear else func
+        func = self.linear if func is nn.functional.linear else func
         return func(*args, **(kwargs or {}))
 
     def linear(self, input, weight, bias=None):
-        """Hide the parameters from autograd, and note what their gradients need."""
+        """Hide the weight from autograd, and note what its gradient needs."""
         inside = torch._C._autograd._top_saved_tensors_default_hooks(False)  # private
         can_wait = weight.is_leaf and weight.requires_grad and weight.dim() == 2
         can_wait = can_wait and input.requires_grad and torch.is_grad_enabled()
         if inside or not can_wait:
-            return F.linear(input, weight, bias)
+            return nn.functional.linear(input, weight, bias)
         rows = input.reshape(-1, input.shape[-1])
-        hidden = weight.detach(), None if bias is None else bias.detach()
-        output = F.linear(rows, *hidden)
+        output = nn.functional.linear(rows, weight.detach(), bias)
         X = rows.detach().to(output.dtype).conj()  # as autocast has it; if complex
-        saved = X, X._version
-        output.register_hook(lambda g: self.later.append((*saved, g, weight, bias)))
+        output.register_hook(lambda grad: self.later.append((X, grad, weight)))
         return output.view(*input.shape[:-1], len(weight))
 
 
 def run_actions(actions, stages, mail):
-    """Perform actions on what ``mail`` brings, give it the results; return spans."""
-    spans = []
+    """Perform actions on what ``mail`` brings, and give it the results."""
     for action in actions:
         stage, i, kind = action
         run, arrived = getattr(stages[stage], kind), mail.receive(action)
         if kind == "forward" and stage > 0:  # a leaf, where autograd's graph begins
             arrived.requires_grad_(arrived.is_floating_point() or arrived.is_complex())
-        begin = time.perf_counter()
         try:
-            result = run(i, arrived)
-            spans.append(Span(action, begin, time.perf_counter()))
-            mail.send(action, result)
+            mail.send(action, run(i, arrived))
         except BaseException as error:
             error.add_note(f"This was the {action}.")
             raise
-    return spans
 
 
 class LocalMail:
@@ -189,8 +173,7 @@ class Pipeline:
 
     def forward_backward(self, X, y):
         """Add to the gradients of all parameters; return the loss, detached."""
-        check_batch(X, y, self.m)
-        mail = LocalMail(self.orders, X.tensor_split(self.m), self.devices)
+        mail = LocalMail(self.orders, in_parts(X, y, self.m), self.devices)
         stages = [Stage(stage, is_split(self.orders)) for stage in self.stages]
         stages[-1].finish = loss = LossInParts(self.criterion, self.count, y, self.m)
         run_actions(chain(*self.ticks), stages, mail)
@@ -210,11 +193,12 @@ def owners(stages, orders, p, m):
     return list(place.values())
 
 
-def check_batch(X, y, m):
-    """Refuse a batch that cannot be cut into m micro-batches."""
+def in_parts(X, y, m):
+    """Return X in m micro-batches; refuse what cannot be cut, or does not fit y."""
     if len(X) != len(y) or len(X) < m:
         rows = f"X has {len(X)} rows and y has {len(y)}"
         raise ValueError(f"{rows}: both need the same number, at least {m}")
+    return X.tensor_split(m)
 
 
 class Mail:
@@ -224,7 +208,8 @@ class Mail:
         self.place, self.targets = placement(orders), targets(orders)
         self.group, self.device = group, device
         self.box = {(0, i, "forward"): X for i, X in enumerate(X_parts)}
-        self.senders, self.sent = {dst: ranks.Sender() for dst in group.others}, []
+        self.senders = {dst: ranks.Sender() for dst in group.others}
+        self.sent, self.told, self.heard = [], set(), {}  # last words, by member
         self.coming = {src: deque() for src in group.others}
         for src, action in [(r, a) for r in group.others for a in orders[r]]:
             there = self.targets.get(action)
@@ -233,15 +218,19 @@ class Mail:
 
     def receive(self, action):
         """Return activations or a gradient; None if ``action`` needs neither."""
-        try:
-            for src, coming in self.coming.items():
-                while action in coming:  # take what comes before it, too
-                    arrived = ranks.receive(self.group.ranks[src], self.group)
-                    self.box[coming.popleft()] = arrived
-        except ranks.MismatchError as error:  # no tensor, but a note: why it has failed
-            raise ranks.PeerError(error.plan) from None
+        for src, coming in self.coming.items():
+            while action in coming:  # take what comes before it, too
+                self.box[coming.popleft()] = self.next_from(src)
         arrived = self.box.pop(action, None)
         return None if arrived is None else arrived.to(self.device)
+
+    def next_from(self, src):
+        """Return a member's next result; PeerError if its last words come instead."""
+        try:
+            return ranks.receive(self.group.ranks[src], self.group)
+        except ranks.MismatchError as error:
+            self.group.broken, self.heard[src] = "", error.plan
+            raise ranks.PeerError(error.plan) from None
 
     def send(self, action, result):
         """Let a thread send a result to the rank that works on it, if any."""
@@ -250,27 +239,42 @@ class Mail:
             self.box[there] = result
         elif there:
             dst = self.place[there.stage]
-            message = result, self.group.ranks[dst], self.group
-            self.sent.append(self.senders[dst].submit(ranks.send, *message))
+            self.sent.append(self.senders[dst].submit(self.deliver, dst, result))
+
+    def deliver(self, dst, message):
+        """Send a result, or a note with last words, after which nothing is sent."""
+        if dst in self.told:
+            return
+        try:
+            if isinstance(message, torch.Tensor):
+                return ranks.send(message, self.group.ranks[dst], self.group)
+        except Exception as error:
+            message = f"rank {self.group.ranks[self.group.me]} failed.\n{error!r}"
+        self.told.add(dst)
+        self.group.tell({dst: f"0 {message}"}, [], self.group.deadline(None))
 
 
 def end(mail, error=None):
-    """Tell all ranks how a step ended here; raise PeerError if it failed elsewhere."""
-    group, words, deadline = mail.group, "done", mail.group.deadline(None)
+    """Tell all ranks how a step ended here, and hear how it ended there."""
+    group, words = mail.group, "done"
     if isinstance(error, ranks.PeerError):
-        words = str(error)
+        words = str(error) or repr(error)
     elif error:
         lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
         words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])
-    group.broken = ""  # if receiving has failed: so that the notes can be sent
-    for dst, sender in mail.senders.items():  # a note has a number, and words
-        mail.sent.append(sender.submit(group.tell, {dst: f"0 {words}"}, [], deadline))
-    notes = {} if error else group.tell({}, group.others, deadline)
-    wait(mail.sent, timeout=1)  # a rank that has failed takes no more
-    failed = [note[2:] for note in notes.values() if note != "0 done"]
-    group.broken = words if error else "".join(failed[:1])
-    if failed:
-        raise ranks.PeerError(failed[0])
+    lost, group.broken = group.broken, ""  # if a rank is late or gone: do not wait
+    for dst, sender in mail.senders.items():
+        mail.sent.append(sender.submit(mail.deliver, dst, words))
+    for src in [] if lost else group.others:
+        with suppress(ranks.PeerError):
+            while src not in mail.heard:
+                mail.next_from(src)  # what nobody needs any more
+    wait(mail.sent, timeout=1 if lost else None)
+    mail.senders.clear()  # so the threads end
+    reasons = words, *mail.heard.values(), lost or group.broken or "done"
+    group.broken = next((reason for reason in reasons if reason != "done"), "")
+    if group.broken and not error:
+        raise ranks.PeerError(group.broken)
 
 
 class DistributedPipeline:
@@ -282,31 +286,27 @@ class DistributedPipeline:
         self.group = ranks.own_group(group)
         with calling("pipeline", self.group, None) as call:
             check_sums(criterion)
-            self.m, self.orders = m, schedule(self.group.size, m)
+            self.m, self.orders, self.count = m, schedule(self.group.size, m), count
             play(self.orders)
             place = owners(stages, self.orders, self.group.size, m)
             sizes = [len(list(stage.parameters())) for stage in stages]
-            digest = crc32(repr(self.orders).encode())
-            call.agree(f"m = {m}, schedule {digest:08x}, stages of {sizes} parameters")
+            call.agree(f"m = {m}, stages of {sizes} parameters, schedule {self.orders}")
         own = [s for s, rank in enumerate(place) if rank == self.group.me]
         self.stages = nn.ModuleDict({str(s): stages[s] for s in own})
         params = self.stages.parameters()
         self.device = next((p.device for p in params), torch.device("cpu"))
-        self.criterion, self.count = criterion.to(self.device), count
-        self.last = len(stages) - 1
+        self.criterion, self.last = criterion.to(self.device), len(stages) - 1
 
     def forward_backward(self, X, y):
         """Add to the gradients of this rank's stages; the last one returns the loss.
 
-        All ranks call it, with equally many rows. The first stage uses X, the last y.
+        All ranks pass a batch, of which the first stage uses X, and the last one y.
         """
-        if self.group.broken:
-            raise ranks.PeerError(f"no longer of use since: {self.group.broken}")
         with calling("step", self.group, None) as call:
-            check_batch(X, y, self.m)
+            X_parts = in_parts(X, y, self.m)
             loss = LossInParts(self.criterion, self.count, y, self.m)
-            mail = Mail(self.orders, X.tensor_split(self.m), self.group, self.device)
             call.agree(f"{len(X)} rows")
+        mail = Mail(self.orders, X_parts, self.group, self.device)
         split = is_split(self.orders)
         stages = {int(s): Stage(stage, split) for s, stage in self.stages.items()}
         if self.last in stages:

@@ -220,7 +220,7 @@ class Group:
                 who = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, names))}"
                 raise PeerError(f"{who} {what} ({late[names[0]]})", tuple(names))
         except BaseException as error:
-            self.broken = f"{type(error).__name__}: {error}"
+            self.broken = self.broken or f"{type(error).__name__}: {error}"
             raise
 
 
