@@ -229,7 +229,7 @@ class Mail:
         try:
             return ranks.receive(self.group.ranks[src], self.group)
         except ranks.MismatchError as error:
-            self.group.broken, self.heard[src] = "", error.plan
+            self.heard[src] = error.plan
             raise ranks.PeerError(error.plan) from None
 
     def send(self, action, result):

@@ -184,8 +184,9 @@ def receive(src: int, group=None, timeout: float | None = None) -> torch.Tensor:
     with group.alone(f"receive from rank {src}", ("receive", member)):
         _, plan = group.tell({}, [member], deadline)[member].split(" ", 1)
         if not plan.startswith("send "):
-            group.broken = f"rank {src} does not send a tensor, it says: {plan}"
-            raise MismatchError(group.broken, plan)
+            said = f"rank {src} does not send a tensor, it says: {plan}"
+            group.broken = said if plan.startswith("call ") else group.broken
+            raise MismatchError(said, plan)
         _, dtype, shape = plan.split(" ", 2)
         tensor = torch.empty(json.loads(shape), dtype=getattr(torch, dtype))
         group.exchange([], [(member, tensor.view(-1), None)], deadline)
