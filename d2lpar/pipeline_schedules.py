@@ -81,7 +81,7 @@ def interleaved(p, m, v=2):
 
 
 def zero_bubble(p, m):
-    """ZB-H1: 1F1B in which rank r runs each "weight" r micro-batches late."""
+    """ZB-H1: 1F1B in which rank r runs each "weight" up to r micro-batches late."""
     orders = []
     for r in range(p):
         warm_up = min(m, p - r)
@@ -211,7 +211,7 @@ def clock(orders, forward=1.0, backward=1.0, weight=1.0, transfer=0.0):
     ticks, place, split = play(orders), placement(orders), is_split(orders)
     costs = {"forward": forward, "backward": backward, "weight": weight}
     for kind, cost in costs.items():
-        one = isinstance(cost, int | float)
+        one = not hasattr(cost, "__len__")
         costs[kind] = [cost] * len(place) if one else list(map(float, cost))
         if len(costs[kind]) != len(place):
             raise ValueError(f"{kind} has {len(cost)} costs for {len(place)} stages")

@@ -168,13 +168,6 @@ def on_ranks(world_size, checks):
     return test
 
 
-def transport_of(group=None, way="lanes"):
-    """The transport of a group of ranks, which takes a way from now on."""
-    take(way, group)
-    ranks.barrier(group)  # now it has one
-    return ranks.group_of(group).transport
-
-
 def in_ranks(world_size=None):
     """Make a test of a function of (rank, k), ...: k ranks run it and assert in there.
 

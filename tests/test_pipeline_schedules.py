@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from helpers import LIMIT
@@ -213,7 +214,7 @@ def test_uneven_stages_and_transfers_by_hand():
     ]
     # no message between two stages of a rank
     orders = [[F(0, 0), F(1, 0), B(1, 0), B(0, 0)]]
-    assert duration(clock(orders, transfer=9)) == 6
+    assert duration(clock(orders, np.float32(1), np.ones(2), transfer=9)) == 6
     with pytest.raises(ValueError, match="backward has 3 costs for 2 stages"):
         clock(gpipe(2, 2), backward=[1, 2, 3])
 
