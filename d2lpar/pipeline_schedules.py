@@ -24,7 +24,8 @@ class Action(NamedTuple):
     kind: str
 
     def __str__(self):
-        return f"{self.kind} of micro-batch {self.microbatch} on stage {self.stage}"
+        stage, i, kind = self
+        return f"{kind} pass of micro-batch {i} on stage {stage}"
 
 
 def spell(word, *stages):
@@ -121,7 +122,7 @@ def targets(orders):
     """Return for each action the one on another stage that works on its result."""
     num_stages = len(placement(orders))
     found = {source(action, num_stages): action for action in chain(*orders)}
-    found.pop(None, None)
+    found.pop(None, None)  # of actions that need no other stage
     return found
 
 
@@ -163,7 +164,7 @@ def check_complete(orders):
         if action not in wanted:
             raise ValueError(f"{action!r} is no action of a pipeline")
         if counts[action] != 1:
-            raise ValueError(f"{action} is there {counts[action]} times, not once")
+            raise ValueError(f"{action} occurs {counts[action]} times, not once")
 
 
 def play(orders):

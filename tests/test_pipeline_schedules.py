@@ -154,24 +154,24 @@ def test_words_stand_for_actions():
         interleaved(4, 6)
 
 
-F0, B0 = "forward of micro-batch 0", "backward of micro-batch 0"
+F0, B0 = "forward pass of micro-batch 0", "backward pass of micro-batch 0"
 REFUSED = [
     ([], "the schedule has no actions"),
-    ([spell("FBFB", 0), spell("FB", 1)], "on stage 1 is there 0 times, not once"),
-    ([spell("FBF", 0)], "backward of micro-batch 1 on stage 0 is there 0 times"),
-    ([spell("FB", 0), spell("FB", 2)], f"{F0} on stage 1 is there 0 times"),
-    ([[F(0, 0), F(0, 0), B(0, 0)]], f"{F0} on stage 0 is there 2 times, not once"),
-    ([spell("FBFBW", 0)], "weight of micro-batch 1 on stage 0 is there 0 times"),
+    ([spell("FBFB", 0), spell("FB", 1)], "on stage 1 occurs 0 times, not once"),
+    ([spell("FBF", 0)], "backward pass of micro-batch 1 on stage 0 occurs 0 times"),
+    ([spell("FB", 0), spell("FB", 2)], f"{F0} on stage 1 occurs 0 times"),
+    ([[F(0, 0), F(0, 0), B(0, 0)]], f"{F0} on stage 0 occurs 2 times, not once"),
+    ([spell("FBFBW", 0)], "weight pass of micro-batch 1 on stage 0 occurs 0 times"),
     ([[*spell("FB", 0), Action(0, 0, "sideways")]], "'sideways'.* is no action"),
     ([[*spell("FB", 0), F(0, -1)]], "microbatch=-1, .* is no action"),
-    ([spell("FB", 0), spell("FB", 1), spell("FB", 0)], "on stage 0 is there 2 times"),
+    ([spell("FB", 0), spell("FB", 1), spell("FB", 0)], "on stage 0 occurs 2 times"),
     ([[F(0, 0)], [B(0, 0)]], "stage 0 is on ranks 0 and 1"),
     ([spell("BF", 0)], f"tick 0: the {B0} on stage 0 waits for the {F0} on stage 0"),
     (
         [spell("FB", 0), spell("BF", 1)],
         f"tick 1: the {B0} on stage 0 waits for the {B0} on stage 1; the {B0} on",
     ),
-    ([spell("FWB", 0)], f"the weight of micro-batch 0 on stage 0 waits for the {B0}"),
+    ([spell("FWB", 0)], f"the weight pass of micro-batch 0 .* waits for the {B0}"),
 ]
 
 
