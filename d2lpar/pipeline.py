@@ -25,16 +25,16 @@ def balance(costs, num_parts):
     """Return sizes of adjacent parts whose largest sum is as small as possible."""
     if not 1 <= num_parts <= len(costs):
         raise ValueError(f"{len(costs)} layers cannot be cut into {num_parts} stages")
-    sums = [0, *accumulate(costs)]
+    totals = [0, *accumulate(costs)]
 
     @cache
     def divide(n, parts):
         if parts == 1:
-            return sums[n], [n]
+            return totals[n], [n]
         ways = []
         for begin in range(n - 1, parts - 2, -1):  # where the last part begins
             largest, sizes = divide(begin, parts - 1)
-            ways.append((max(largest, sums[n] - sums[begin]), [*sizes, n - begin]))
+            ways.append((max(largest, totals[n] - totals[begin]), [*sizes, n - begin]))
         return min(ways, key=lambda way: way[0])
 
     return divide(len(costs), num_parts)[1]
@@ -94,14 +94,14 @@ class WeightsLater(TorchFunctionMode):
 
     def linear(self, input, weight, bias=None):
         """Hide the weight from autograd, and note what its gradient needs."""
-        inside = torch._C._autograd._top_saved_tensors_default_hooks(False)  # private
+        in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(False)
         can_wait = weight.is_leaf and weight.requires_grad and weight.dim() == 2
         can_wait = can_wait and input.requires_grad and torch.is_grad_enabled()
-        if inside or not can_wait:
+        if in_checkpoint or not can_wait:
             return nn.functional.linear(input, weight, bias)
         rows = input.reshape(-1, input.shape[-1])
         output = nn.functional.linear(rows, weight.detach(), bias)
-        X = rows.detach().to(output.dtype).conj()  # as autocast has it; if complex
+        X = rows.detach().to(output.dtype).conj()  # for autocast; if complex
         output.register_hook(lambda grad: self.later.append((X, grad, weight)))
         return output.view(*input.shape[:-1], len(weight))
 
@@ -181,9 +181,9 @@ class Pipeline:
 
 
 def owners(stages, orders, p, m):
-    """Return the rank of each stage; refuse a schedule that does not fit."""
-    place, counts = placement(orders), {action.microbatch for action in chain(*orders)}
-    made, wanted = (len(orders), len(counts), len(place)), (p, m, len(stages))
+    """Return the rank of each stage; refuse a schedule or stages that do not fit."""
+    place, numbers = placement(orders), {a.microbatch for a in chain(*orders)}
+    made, wanted = (len(orders), len(numbers), len(place)), (p, m, len(stages))
     if made != wanted:
         what = "ranks, micro-batches and stages"
         raise ValueError(f"the schedule is for {made} {what}, not for {wanted}")
@@ -262,11 +262,11 @@ def end(mail, error=None):
     elif error:
         lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
         words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])
-    lost, group.broken = group.broken, ""  # if a rank is late or gone: do not wait
+    lost, group.broken = group.broken, ""  # a time-out sets it: nobody could be told
     for dst, sender in mail.senders.items():
         mail.sent.append(sender.submit(mail.deliver, dst, words))
     for src in [] if lost else group.others:
-        with suppress(ranks.PeerError):
+        with suppress(ranks.PeerError):  # as which even "done" arrives
             while src not in mail.heard:
                 mail.next_from(src)  # what nobody needs any more
     wait(mail.sent, timeout=1 if lost else None)
