@@ -262,11 +262,11 @@ def end(mail, error=None):
     elif error:
         lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
         words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])
-    lost, group.broken = group.broken, ""  # a time-out sets it: nobody could be told
+    lost, group.broken = group.broken, ""  # set by a time-out: none could be told
     for dst, sender in mail.senders.items():
         mail.sent.append(sender.submit(mail.deliver, dst, words))
     for src in [] if lost else group.others:
-        with suppress(ranks.PeerError):  # as which even "done" arrives
+        with suppress(ranks.PeerError):  # "done" arrives as one, too
             while src not in mail.heard:
                 mail.next_from(src)  # what nobody needs any more
     wait(mail.sent, timeout=1 if lost else None)
@@ -278,7 +278,7 @@ def end(mail, error=None):
 
 
 class DistributedPipeline:
-    """Like ``Pipeline``, between ranks; each keeps its own stages, where they are."""
+    """Like ``Pipeline``, between ranks; each keeps its own stages, on their devices."""
 
     def __init__(
         self, stages, criterion, m, schedule=one_f_one_b, count=None, group=None
