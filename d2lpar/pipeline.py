@@ -269,7 +269,7 @@ def end(mail, error=None):
         with suppress(ranks.PeerError):  # "done" arrives as one, too
             while src not in mail.heard:
                 mail.next_from(src)  # what nobody needs any more
-    wait(mail.sent, timeout=1 if lost else None)
+    wait(mail.sent, timeout=1 if lost else None)  # each send has its own limit
     mail.senders.clear()  # so the threads end
     reasons = words, *mail.heard.values(), lost or group.broken or "done"
     group.broken = next((reason for reason in reasons if reason != "done"), "")
