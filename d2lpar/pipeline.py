@@ -16,28 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from . import ranks
 from .devices import check_devices, to_device
-from .losses import check_sums, wide
+from .losses import check_sums
 from .pipeline_schedules import is_split, one_f_one_b, placement, play, targets
 from .ranks.collectives import calling
-
-
-def balance(costs, num_parts):
-    """Return sizes of adjacent parts whose largest sum is as small as possible."""
-    if not 1 <= num_parts <= len(costs):
-        raise ValueError(f"{len(costs)} layers cannot be cut into {num_parts} stages")
-    totals = [0, *accumulate(costs)]
-
-    @cache
-    def divide(n, parts):
-        if parts == 1:
-            return totals[n], [n]
-        ways = []
-        for begin in range(n - 1, parts - 2, -1):  # where the last part begins
-            largest, sizes = divide(begin, parts - 1)
-            ways.append((max(largest, totals[n] - totals[begin]), [*sizes, n - begin]))
-        return min(ways, key=lambda way: way[0])
-
-    return divide(len(costs), num_parts)[1]
 
 
 def cut(layers, num_stages, costs=None):
@@ -46,8 +27,22 @@ def cut(layers, num_stages, costs=None):
     costs = [1.0] * len(layers) if costs is None else [float(cost) for cost in costs]
     if len(costs) != len(layers):
         raise ValueError(f"there are {len(costs)} costs for {len(layers)} layers")
-    ends = [0, *accumulate(balance(costs, num_stages))]
-    return [nn.Sequential(*layers[a:b]) for a, b in pairwise(ends)]
+    if not 1 <= num_stages <= len(layers):
+        raise ValueError(f"{len(layers)} layers cannot be cut into {num_stages} stages")
+    totals = [0, *accumulate(costs)]
+
+    @cache
+    def divide(n, parts):  # the largest cost, and where each part of n layers ends
+        if parts == 1:
+            return totals[n], [n]
+        ways = []
+        for begin in range(n - 1, parts - 2, -1):  # where the last part begins
+            largest, ends = divide(begin, parts - 1)
+            ways.append((max(largest, totals[n] - totals[begin]), [*ends, n]))
+        return min(ways, key=lambda way: way[0])
+
+    ends = divide(len(layers), num_stages)[1]
+    return [nn.Sequential(*layers[a:b]) for a, b in pairwise([0, *ends])]
 
 
 class Stage:
@@ -77,7 +72,7 @@ class Stage:
     def weight(self, i, _):
         """Compute the gradients of linear layers' weights, which backward has left."""
         for X, grad, W in self.later.pop(i):
-            W.backward(grad.T @ X)
+            W.backward(grad.T @ X.to(grad.dtype))  # 16 bits under autocast
 
 
 class WeightsLater(TorchFunctionMode):
@@ -95,14 +90,12 @@ class WeightsLater(TorchFunctionMode):
     def linear(self, input, weight, bias=None):
         """Hide the weight from autograd, and note what its gradient needs."""
         in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        can_wait = weight.is_leaf and weight.requires_grad and weight.dim() == 2
-        can_wait = can_wait and input.requires_grad and torch.is_grad_enabled()
-        if in_checkpoint or not can_wait:
+        can_wait = weight.is_leaf and weight.requires_grad and input.requires_grad
+        if in_checkpoint or not can_wait or not torch.is_grad_enabled():
             return nn.functional.linear(input, weight, bias)
-        rows = input.reshape(-1, input.shape[-1])
-        output = nn.functional.linear(rows, weight.detach(), bias)
-        X = rows.detach().to(output.dtype).conj()  # for autocast; if complex
-        output.register_hook(lambda grad: self.later.append((X, grad, weight)))
+        X = input.reshape(-1, input.shape[-1])
+        output = nn.functional.linear(X, weight.detach(), bias)
+        output.register_hook(lambda grad: self.later.append((X.detach(), grad, weight)))
         return output.view(*input.shape[:-1], len(weight))
 
 
@@ -112,7 +105,7 @@ def run_actions(actions, stages, mail):
         stage, i, kind = action
         run, arrived = getattr(stages[stage], kind), mail.receive(action)
         if kind == "forward" and stage > 0:  # a leaf, where autograd's graph begins
-            arrived.requires_grad_(arrived.is_floating_point() or arrived.is_complex())
+            arrived.requires_grad_(arrived.is_floating_point())
         try:
             mail.send(action, run(i, arrived))
         except BaseException as error:
@@ -139,19 +132,16 @@ class LocalMail:
             self.box[there] = to_device(result, self.devices[dst], src, dst)
 
 
-class LossInParts:
-    """The end of the last stage: micro-batches' losses, which add up to the batch's."""
+def summed_loss(criterion, count, y, m):
+    """Return the end of the last stage, and the list to which it adds its losses."""
+    parts, divisor, losses = y.tensor_split(m), count(y) if count else 1, []
 
-    def __init__(self, criterion, count, y, m):
-        self.criterion, self.parts = criterion, y.tensor_split(m)
-        self.divisor = count(y) if count else 1
-        self.total = 0.0
-
-    def __call__(self, i, output):
-        """Return the loss of micro-batch i, and add it to ``total``."""
-        loss = self.criterion(output, self.parts[i].to(output.device)) / self.divisor
-        self.total = self.total + loss.detach().to(wide(loss.dtype))
+    def finish(i, output):
+        loss = criterion(output, parts[i].to(output.device)) / divisor
+        losses.append(loss.detach())
         return loss
+
+    return finish, losses
 
 
 class Pipeline:
@@ -175,9 +165,9 @@ class Pipeline:
         """Add to the gradients of all parameters; return the loss, detached."""
         mail = LocalMail(self.orders, in_parts(X, y, self.m), self.devices)
         stages = [Stage(stage, is_split(self.orders)) for stage in self.stages]
-        stages[-1].finish = loss = LossInParts(self.criterion, self.count, y, self.m)
+        stages[-1].finish, losses = summed_loss(self.criterion, self.count, y, self.m)
         run_actions(chain(*self.ticks), stages, mail)
-        return loss.total
+        return torch.stack(losses).sum()
 
 
 def owners(stages, orders, p, m):
@@ -209,12 +199,11 @@ class Mail:
         self.group, self.device = group, device
         self.box = {(0, i, "forward"): X for i, X in enumerate(X_parts)}
         self.senders = {dst: ranks.Sender() for dst in group.others}
-        self.sent, self.told, self.heard = [], set(), {}  # last words, by member
-        self.coming = {src: deque() for src in group.others}
-        for src, action in [(r, a) for r in group.others for a in orders[r]]:
-            there = self.targets.get(action)
-            if there and self.place[there.stage] == group.me:
-                self.coming[src].append(there)
+        self.sent, self.coming, self.heard = [], {}, {}  # heard: last words
+        for src in group.others:
+            readers = [self.targets[a] for a in orders[src] if a in self.targets]
+            own = [a for a in readers if self.place[a.stage] == group.me]
+            self.coming[src] = deque(own)
 
     def receive(self, action):
         """Return activations or a gradient; None if ``action`` needs neither."""
@@ -239,40 +228,29 @@ class Mail:
             self.box[there] = result
         elif there:
             dst = self.place[there.stage]
-            self.sent.append(self.senders[dst].submit(self.deliver, dst, result))
-
-    def deliver(self, dst, message):
-        """Send a result, or a note with last words, after which nothing is sent."""
-        if dst in self.told:
-            return
-        try:
-            if isinstance(message, torch.Tensor):
-                return ranks.send(message, self.group.ranks[dst], self.group)
-        except Exception as error:
-            message = f"rank {self.group.ranks[self.group.me]} failed.\n{error!r}"
-        self.told.add(dst)
-        self.group.tell({dst: f"0 {message}"}, [], self.group.deadline(None))
+            message = result.contiguous(), self.group.ranks[dst], self.group
+            self.sent.append(self.senders[dst].submit(ranks.send, *message))
 
 
 def end(mail, error=None):
     """Tell all ranks how a step ended here, and hear how it ended there."""
     group, words = mail.group, "done"
     if isinstance(error, ranks.PeerError):
-        words = str(error) or repr(error)
+        words = str(error)  # another one's last words, or who did not come
     elif error:
         lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
         words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])
-    lost, group.broken = group.broken, ""  # set by a time-out: none could be told
     for dst, sender in mail.senders.items():
-        mail.sent.append(sender.submit(mail.deliver, dst, words))
-    for src in [] if lost else group.others:
-        with suppress(ranks.PeerError):  # "done" arrives as one, too
+        note = {dst: f"0 {words}"}, [], group.deadline(None)
+        mail.sent.append(sender.submit(group.tell, *note))
+    for src in group.others:
+        with suppress(ranks.PeerError):  # last words arrive as one
             while src not in mail.heard:
                 mail.next_from(src)  # what nobody needs any more
-    wait(mail.sent, timeout=1 if lost else None)  # each send has its own limit
+    wait(mail.sent)  # each has its own limit
     mail.senders.clear()  # so the threads end
-    reasons = words, *mail.heard.values(), lost or group.broken or "done"
-    group.broken = next((reason for reason in reasons if reason != "done"), "")
+    reasons = [text for text in (words, *mail.heard.values()) if text != "done"]
+    group.broken = (reasons or [group.broken])[0]
     if group.broken and not error:
         raise ranks.PeerError(group.broken)
 
@@ -291,30 +269,29 @@ class DistributedPipeline:
             place = owners(stages, self.orders, self.group.size, m)
             sizes = [len(list(stage.parameters())) for stage in stages]
             call.agree(f"m = {m}, stages of {sizes} parameters, schedule {self.orders}")
-        own = [s for s, rank in enumerate(place) if rank == self.group.me]
-        self.stages = nn.ModuleDict({str(s): stages[s] for s in own})
+        me = self.group.me
+        own = [s if rank == me else nn.Identity() for s, rank in zip(stages, place)]
+        self.stages = nn.ModuleList(own)
         params = self.stages.parameters()
         self.device = next((p.device for p in params), torch.device("cpu"))
-        self.criterion, self.last = criterion.to(self.device), len(stages) - 1
+        self.criterion = criterion.to(self.device)
 
     def forward_backward(self, X, y):
         """Add to the gradients of this rank's stages; the last one returns the loss.
 
         All ranks pass a batch, of which the first stage uses X, and the last one y.
         """
+        stages = [Stage(stage, is_split(self.orders)) for stage in self.stages]
         with calling("step", self.group, None) as call:
             X_parts = in_parts(X, y, self.m)
-            loss = LossInParts(self.criterion, self.count, y, self.m)
+            loss = self.criterion, self.count, y, self.m
+            stages[-1].finish, losses = summed_loss(*loss)
             call.agree(f"{len(X)} rows")
         mail = Mail(self.orders, X_parts, self.group, self.device)
-        split = is_split(self.orders)
-        stages = {int(s): Stage(stage, split) for s, stage in self.stages.items()}
-        if self.last in stages:
-            stages[self.last].finish = loss
         try:
             run_actions(self.orders[self.group.me], stages, mail)
         except BaseException as error:
             end(mail, error)
             raise
         end(mail)
-        return loss.total if self.last in stages else None
+        return torch.stack(losses).sum() if losses else None

@@ -1,9 +1,8 @@
 """Pipelines as data: which rank does what with which micro-batch, in which order.
 
 A schedule is a function ``(p, m) -> orders``: for p ranks and m micro-batches, a list
-of actions per rank. Chapter 12 writes this file. Sources: Huang et al., "GPipe" (2019);
-Narayanan et al. (2021), arXiv 2006.09503 for 1F1B, 2104.04473 for interleaving; Qi et
-al., "Zero Bubble Pipeline Parallelism" (2023).
+of actions per rank. Chapter 12 writes this file. Sources, on arXiv: 1811.06965 (GPipe),
+2006.09503 (1F1B), 2104.04473 (interleaved 1F1B), 2401.10241 (zero bubble).
 """
 
 from collections import Counter, deque
@@ -103,8 +102,7 @@ def zero_bubble_v(p, m):
         steady = "FBWfbw" * (n - 2 * p + 1 + r) + "BWfbw" * (p - 1 - r)
         cool_down = "Bb" * r + "BW" * (p - r) + "w" * r + "W" * r
         order = spell(warm_up + steady + cool_down, r, 2 * p - 1 - r)
-        # for m < 2p - 1: without the micro-batches that are not there
-        orders.append([action for action in order if action.microbatch < m])
+        orders.append([a for a in order if a.microbatch < m])  # those that are there
     return orders
 
 
@@ -115,7 +113,6 @@ def source(action, num_stages):
         return Action(stage - 1, microbatch, kind)
     if kind == "backward" and stage < num_stages - 1:
         return Action(stage + 1, microbatch, kind)
-    return None
 
 
 def targets(orders):
@@ -128,10 +125,8 @@ def targets(orders):
 
 def needs(action, num_stages):
     """Return the actions that must be done before ``action``."""
-    before = [source(action, num_stages)]
-    if action.kind != "forward":
-        own = "forward" if action.kind == "backward" else "backward"
-        before.append(action._replace(kind=own))
+    own = {"backward": "forward", "weight": "backward"}.get(action.kind)
+    before = [source(action, num_stages), own and action._replace(kind=own)]
     return [need for need in before if need]
 
 
@@ -139,10 +134,9 @@ def placement(orders):
     """Return on which rank each stage lives, {stage: rank}; raise if it is on two."""
     place = {}
     for rank, order in enumerate(orders):
-        for action in order:
-            if place.setdefault(action.stage, rank) != rank:
-                where = f"ranks {place[action.stage]} and {rank}"
-                raise ValueError(f"stage {action.stage} is on {where}")
+        for stage, _, _ in order:
+            if place.setdefault(stage, rank) != rank:
+                raise ValueError(f"stage {stage} is on ranks {place[stage]} and {rank}")
     return dict(sorted(place.items()))
 
 
@@ -180,11 +174,8 @@ def play(orders):
         heads = [actions[0] for actions in todo if actions]
         tick = [head for head in heads if done.issuperset(needs(head, num_stages))]
         if not tick:
-            waits = []
-            for head in heads[:2]:
-                missing = [n for n in needs(head, num_stages) if n not in done]
-                waits.append(f"the {head} waits for the {missing[0]}")
-            raise ValueError(f"tick {len(ticks)}: {'; '.join(waits)}")
+            lacks = [n for n in needs(heads[0], num_stages) if n not in done]
+            raise ValueError(f"tick {len(ticks)}: {heads[0]} waits for {lacks[0]}")
         for actions in todo:
             if actions and actions[0] in tick:
                 actions.popleft()
@@ -212,8 +203,7 @@ def clock(orders, forward=1.0, backward=1.0, weight=1.0, transfer=0.0):
     ticks, place, split = play(orders), placement(orders), is_split(orders)
     costs = {"forward": forward, "backward": backward, "weight": weight}
     for kind, cost in costs.items():
-        one = not hasattr(cost, "__len__")
-        costs[kind] = [cost] * len(place) if one else list(map(float, cost))
+        costs[kind] = list(cost) if hasattr(cost, "__len__") else [cost] * len(place)
         if len(costs[kind]) != len(place):
             raise ValueError(f"{kind} has {len(cost)} costs for {len(place)} stages")
     free, ends, spans = [0.0] * len(orders), {}, [[] for _ in orders]

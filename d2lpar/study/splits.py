@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from ..models import Copy, Sum
-from ..pipeline import balance
+from ..pipeline import cut
 from ..pipeline_schedules import bubble, clock, kept, one_f_one_b
 from ..schedules import Cost, cost, ring
 
@@ -190,9 +190,10 @@ def _data(layers, n, k, machine) -> tuple:
 
 def _pipeline(layers, n, k, machine, m) -> tuple:
     rows, begin, stages = n / m, 0, []
-    for size in balance([sum(layer.flops) for layer in layers], k):
-        stages.append(layers[begin : begin + size])
-        begin += size
+    costs = [sum(layer.flops) for layer in layers]
+    for part in cut([nn.Identity()] * len(layers), k, costs):
+        stages.append(layers[begin : begin + len(part)])
+        begin += len(part)
     flops, parameters, saved = zip(*map(_add_up, stages), strict=True)
     forward = [rows * number / machine.flops for number in flops]
     cuts = [stage[-1].output for stage in stages[:-1]]  # bytes per example
