@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,9 +30,10 @@ class Sender:
 
         On a GPU it follows in the stream that is current here.
         """
-        future = Future()
-        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        self.calls.put((future, stream, function, args))
+        future, on_stream = Future(), nullcontext()
+        if torch.cuda.is_initialized():  # else stream(None) would do that, too
+            on_stream = torch.cuda.stream(torch.cuda.current_stream())
+        self.calls.put((future, on_stream, function, args))
         return future
 
     def stop(self) -> None:
@@ -44,12 +46,12 @@ class Sender:
 def make_calls(calls: SimpleQueue) -> None:
     """Make the calls that are put into the queue, until None."""
     while call := calls.get():
-        future, stream, function, args = call
+        future, on_stream, function, args = call
         if future.set_running_or_notify_cancel():  # False: it was cancelled
             try:
-                with watched(), torch.cuda.stream(stream):  # what it makes counts, too
+                with watched(), on_stream:  # what it makes counts, too
                     future.set_result(function(*args))
             except BaseException as error:
                 future.set_exception(error)
         # or what they hold would live until the next call
-        del (call, future, stream, function, args)
+        del (call, future, on_stream, function, args)
