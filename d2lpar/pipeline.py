@@ -84,7 +84,8 @@ class WeightsLater(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Replace F.linear, as in ``autocast``."""
-        func = self.linear if func is nn.functional.linear else func
+        if func is nn.functional.linear:
+            func = self.linear
         return func(*args, **(kwargs or {}))
 
     def linear(self, input, weight, bias=None):
@@ -103,10 +104,11 @@ def run_actions(actions, stages, mail):
     """Perform actions on what ``mail`` brings, and give it the results."""
     for action in actions:
         stage, i, kind = action
-        run, arrived = getattr(stages[stage], kind), mail.receive(action)
+        arrived = mail.receive(action)
         if kind == "forward" and stage > 0:  # a leaf, where autograd's graph begins
             arrived.requires_grad_(arrived.is_floating_point())
         try:
+            run = getattr(stages[stage], kind)
             mail.send(action, run(i, arrived))
         except BaseException as error:
             error.add_note(f"This was the {action}.")
@@ -134,7 +136,8 @@ class LocalMail:
 
 def summed_loss(criterion, count, y, m):
     """Return the end of the last stage, and the list to which it adds its losses."""
-    parts, divisor, losses = y.tensor_split(m), count(y) if count else 1, []
+    parts, losses = y.tensor_split(m), []
+    divisor = count(y) if count else 1
 
     def finish(i, output):
         loss = criterion(output, parts[i].to(output.device)) / divisor
@@ -173,10 +176,10 @@ class Pipeline:
 def owners(stages, orders, p, m):
     """Return the rank of each stage; refuse a schedule or stages that do not fit."""
     place, numbers = placement(orders), {a.microbatch for a in chain(*orders)}
-    made, wanted = (len(orders), len(numbers), len(place)), (p, m, len(stages))
+    made = f"{len(orders)} ranks, {len(numbers)} micro-batches and {len(place)} stages"
+    wanted = f"{p} ranks, {m} micro-batches and {len(stages)} stages"
     if made != wanted:
-        what = "ranks, micro-batches and stages"
-        raise ValueError(f"the schedule is for {made} {what}, not for {wanted}")
+        raise ValueError(f"the schedule is for {made}, not for {wanted}")
     params = [param for stage in stages for param in stage.parameters()]
     if len(set(params)) < len(params):
         raise ValueError("two stages share a parameter: put layers that do in one")
@@ -210,16 +213,17 @@ class Mail:
         for src, coming in self.coming.items():
             while action in coming:  # take what comes before it, too
                 self.box[coming.popleft()] = self.next_from(src)
+                if src in self.heard:
+                    raise ranks.PeerError(self.heard[src])
         arrived = self.box.pop(action, None)
         return None if arrived is None else arrived.to(self.device)
 
     def next_from(self, src):
-        """Return a member's next result; PeerError if its last words come instead."""
+        """Return a member's next result; its last words go into ``heard`` instead."""
         try:
             return ranks.receive(self.group.ranks[src], self.group)
         except ranks.MismatchError as error:
             self.heard[src] = error.plan
-            raise ranks.PeerError(error.plan) from None
 
     def send(self, action, result):
         """Let a thread send a result to the rank that works on it, if any."""
@@ -228,8 +232,9 @@ class Mail:
             self.box[there] = result
         elif there:
             dst = self.place[there.stage]
-            message = result.contiguous(), self.group.ranks[dst], self.group
-            self.sent.append(self.senders[dst].submit(ranks.send, *message))
+            message, rank = result.contiguous().cpu(), self.group.ranks[dst]
+            sending = self.senders[dst].submit(ranks.send, message, rank, self.group)
+            self.sent.append(sending)
 
 
 def end(mail, error=None):
@@ -240,17 +245,18 @@ def end(mail, error=None):
     elif error:
         lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
         words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])
+    limit = group.deadline(None)
     for dst, sender in mail.senders.items():
-        note = {dst: f"0 {words}"}, [], group.deadline(None)
-        mail.sent.append(sender.submit(group.tell, *note))
+        mail.sent.append(sender.submit(group.tell, {dst: f"0 {words}"}, [], limit))
     for src in group.others:
-        with suppress(ranks.PeerError):  # last words arrive as one
+        with suppress(ranks.PeerError):  # it does not come
             while src not in mail.heard:
                 mail.next_from(src)  # what nobody needs any more
     wait(mail.sent)  # each has its own limit
     mail.senders.clear()  # so the threads end
     reasons = [text for text in (words, *mail.heard.values()) if text != "done"]
-    group.broken = (reasons or [group.broken])[0]
+    if reasons:
+        group.broken = reasons[0]
     if group.broken and not error:
         raise ranks.PeerError(group.broken)
 
@@ -284,9 +290,9 @@ class DistributedPipeline:
         stages = [Stage(stage, is_split(self.orders)) for stage in self.stages]
         with calling("step", self.group, None) as call:
             X_parts = in_parts(X, y, self.m)
-            loss = self.criterion, self.count, y, self.m
-            stages[-1].finish, losses = summed_loss(*loss)
+            finish, losses = summed_loss(self.criterion, self.count, y, self.m)
             call.agree(f"{len(X)} rows")
+        stages[-1].finish = finish
         mail = Mail(self.orders, X_parts, self.group, self.device)
         try:
             run_actions(self.orders[self.group.me], stages, mail)

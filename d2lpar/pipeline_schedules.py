@@ -6,7 +6,7 @@ of actions per rank. Chapter 12 writes this file. Sources, on arXiv: 1811.06965 
 """
 
 from collections import Counter, deque
-from itertools import accumulate, chain, product, starmap
+from itertools import accumulate, chain, product
 from typing import NamedTuple
 
 KINDS = {"F": "forward", "B": "backward", "W": "weight"}
@@ -34,7 +34,7 @@ def spell(word, *stages):
     """
     order = []
     for n, letter in enumerate(word):
-        stage = stages[letter.islower()]  # 0 or 1
+        stage = stages[0] if letter.isupper() else stages[1]
         order.append(Action(stage, word[:n].count(letter), KINDS[letter.upper()]))
     return order
 
@@ -117,16 +117,16 @@ def source(action, num_stages):
 
 def targets(orders):
     """Return for each action the one on another stage that works on its result."""
-    num_stages = len(placement(orders))
-    found = {source(action, num_stages): action for action in chain(*orders)}
-    found.pop(None, None)  # of actions that need no other stage
-    return found
+    n = len(placement(orders))
+    return {source(a, n): a for a in chain(*orders) if source(a, n)}
 
 
 def needs(action, num_stages):
     """Return the actions that must be done before ``action``."""
-    own = {"backward": "forward", "weight": "backward"}.get(action.kind)
-    before = [source(action, num_stages), own and action._replace(kind=own)]
+    before = [source(action, num_stages)]
+    earlier = {"backward": "forward", "weight": "backward"}
+    if action.kind in earlier:
+        before.append(action._replace(kind=earlier[action.kind]))
     return [need for need in before if need]
 
 
@@ -152,8 +152,8 @@ def check_complete(orders):
         raise ValueError("the schedule has no actions")
     num_stages = 1 + max(action.stage for action in counts)
     m = 1 + max(action.microbatch for action in counts)
-    kinds = ["forward", "backward", "weight"][: 2 + is_split(orders)]
-    wanted = dict.fromkeys(starmap(Action, product(range(num_stages), range(m), kinds)))
+    kinds = ["forward", "backward", *["weight"] * is_split(orders)]
+    wanted = {Action(*each): 1 for each in product(range(num_stages), range(m), kinds)}
     for action in [*wanted, *counts]:
         if action not in wanted:
             raise ValueError(f"{action!r} is no action of a pipeline")
@@ -236,5 +236,5 @@ def kept(order):
     Those of a micro-batch on a stage count as one, until the last pass that needs them.
     """
     last = "weight" if is_split([order]) else "backward"
-    changes = [(kind == "forward") - (kind == last) for _, _, kind in order]
-    return list(accumulate(changes))
+    changes = {"forward": 1, last: -1}
+    return list(accumulate(changes.get(action.kind, 0) for action in order))
