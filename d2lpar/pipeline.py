@@ -7,7 +7,7 @@ Chapter 13 writes this file. Its sources: those of ``pipeline_schedules``, and t
 from collections import deque
 from concurrent.futures import wait
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from . import ranks
 from .devices import check_devices, to_device
-from .losses import check_sums
+from .losses import check_sums, wide
 from .pipeline_schedules import is_split, one_f_one_b, placement, play, targets
-from .ranks.collectives import calling
+from .ranks.collectives import calling, sendable
 
 
 def cut(layers, num_stages, costs=None):
@@ -71,8 +71,10 @@ class Stage:
 
     def weight(self, i, _):
         """Compute the gradients of linear layers' weights, which backward has left."""
-        for X, grad, W in self.later.pop(i):
-            W.backward(grad.T @ X.to(grad.dtype))  # 16 bits under autocast
+        for grad, X, version, W in self.later.pop(i):
+            if X._version != version:
+                raise RuntimeError("the input of a linear layer was changed in place")
+            W.backward(grad.T @ X.conj())
 
 
 class WeightsLater(TorchFunctionMode):
@@ -91,12 +93,15 @@ class WeightsLater(TorchFunctionMode):
     def linear(self, input, weight, bias=None):
         """Hide the weight from autograd, and note what its gradient needs."""
         in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        can_wait = weight.is_leaf and weight.requires_grad and input.requires_grad
-        if in_checkpoint or not can_wait or not torch.is_grad_enabled():
+        can_wait = weight.is_leaf and weight.requires_grad and weight.dim() == 2
+        can_wait = can_wait and input.requires_grad and torch.is_grad_enabled()
+        if in_checkpoint or not can_wait:
             return nn.functional.linear(input, weight, bias)
-        X = input.reshape(-1, input.shape[-1])
-        output = nn.functional.linear(X, weight.detach(), bias)
-        output.register_hook(lambda grad: self.later.append((X.detach(), grad, weight)))
+        rows = input.reshape(-1, input.shape[-1])
+        output = nn.functional.linear(rows, weight.detach(), bias)
+        X = rows.detach().to(output.dtype)  # 16 bits under autocast
+        noted = X, X._version, weight
+        output.register_hook(lambda grad: self.later.append((grad, *noted)))
         return output.view(*input.shape[:-1], len(weight))
 
 
@@ -106,7 +111,7 @@ def run_actions(actions, stages, mail):
         stage, i, kind = action
         arrived = mail.receive(action)
         if kind == "forward" and stage > 0:  # a leaf, where autograd's graph begins
-            arrived.requires_grad_(arrived.is_floating_point())
+            arrived.requires_grad_(arrived.is_floating_point() or arrived.is_complex())
         try:
             run = getattr(stages[stage], kind)
             mail.send(action, run(i, arrived))
@@ -141,7 +146,7 @@ def summed_loss(criterion, count, y, m):
 
     def finish(i, output):
         loss = criterion(output, parts[i].to(output.device)) / divisor
-        losses.append(loss.detach())
+        losses.append(loss.detach().to(wide(loss.dtype)))
         return loss
 
     return finish, losses
@@ -232,31 +237,32 @@ class Mail:
             self.box[there] = result
         elif there:
             dst = self.place[there.stage]
-            message, rank = result.contiguous().cpu(), self.group.ranks[dst]
-            sending = self.senders[dst].submit(ranks.send, message, rank, self.group)
-            self.sent.append(sending)
+            message = sendable(result, self.group).view(result.shape)
+            send = partial(ranks.send, message, self.group.ranks[dst], self.group)
+            self.sent.append(self.senders[dst].submit(send))
 
 
 def end(mail, error=None):
     """Tell all ranks how a step ended here, and hear how it ended there."""
     group, words = mail.group, "done"
     if isinstance(error, ranks.PeerError):
-        words = str(error)  # another one's last words, or who did not come
+        words = str(error) or repr(error)  # another one's last words, or who was late
     elif error:
         lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
         words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])
+    lost, group.broken = group.broken, ""  # or nothing could be told
     limit = group.deadline(None)
     for dst, sender in mail.senders.items():
-        mail.sent.append(sender.submit(group.tell, {dst: f"0 {words}"}, [], limit))
-    for src in group.others:
+        note = {dst: f"0 {words}"}  # 0: the number with which notes begin
+        mail.sent.append(sender.submit(group.tell, note, [], limit))
+    for src in [] if lost else group.others:
         with suppress(ranks.PeerError):  # it does not come
             while src not in mail.heard:
                 mail.next_from(src)  # what nobody needs any more
-    wait(mail.sent)  # each has its own limit
+    wait(mail.sent, timeout=1 if lost else None)  # each has its own limit
     mail.senders.clear()  # so the threads end
-    reasons = [text for text in (words, *mail.heard.values()) if text != "done"]
-    if reasons:
-        group.broken = reasons[0]
+    said = words, *mail.heard.values(), lost or group.broken or "done"
+    group.broken = next((text for text in said if text != "done"), "")
     if group.broken and not error:
         raise ranks.PeerError(group.broken)
 

@@ -61,8 +61,8 @@ def one_f_one_b(p, m):
 
 def in_rounds(kind, stages, p, m):
     """Return passes of p micro-batches on each stage in turn, then of the next p."""
-    turns = product(range(0, m, p), stages, range(p))
-    return [Action(stage, first + i, kind) for first, stage, i in turns]
+    passes = product(range(0, m, p), stages, range(p))
+    return [Action(stage, first + i, kind) for first, stage, i in passes]
 
 
 def interleaved(p, m, v=2):
@@ -75,8 +75,8 @@ def interleaved(p, m, v=2):
         forward = in_rounds("forward", stages, p, m)
         backward = in_rounds("backward", stages[::-1], p, m)
         warm_up = min(v * m, (v - 1) * p + 2 * (p - 1 - r) + 1)
-        turns = chain(*zip(backward, forward[warm_up:]))
-        orders.append([*forward[:warm_up], *turns, *backward[v * m - warm_up :]])
+        turns = chain(*zip(backward, forward[warm_up:]))  # as long as there are both
+        orders.append([*forward[:warm_up], *turns, *backward[len(forward) - warm_up :]])
     return orders
 
 
@@ -152,12 +152,12 @@ def check_complete(orders):
         raise ValueError("the schedule has no actions")
     num_stages = 1 + max(action.stage for action in counts)
     m = 1 + max(action.microbatch for action in counts)
-    kinds = ["forward", "backward", *["weight"] * is_split(orders)]
+    kinds = ["forward", "backward"] + ["weight"] * is_split(orders)
     wanted = {Action(*each): 1 for each in product(range(num_stages), range(m), kinds)}
     for action in [*wanted, *counts]:
         if action not in wanted:
             raise ValueError(f"{action!r} is no action of a pipeline")
-        if counts[action] != 1:
+        if counts[action] != wanted[action]:
             raise ValueError(f"{action} occurs {counts[action]} times, not once")
 
 
@@ -201,24 +201,24 @@ def clock(orders, forward=1.0, backward=1.0, weight=1.0, transfer=0.0):
     messages are late, but they never queue, and senders go on at once.
     """
     ticks, place, split = play(orders), placement(orders), is_split(orders)
-    costs = {"forward": forward, "backward": backward, "weight": weight}
-    for kind, cost in costs.items():
+    costs = {}
+    for kind, cost in zip(KINDS.values(), [forward, backward, weight]):
         costs[kind] = list(cost) if hasattr(cost, "__len__") else [cost] * len(place)
         if len(costs[kind]) != len(place):
             raise ValueError(f"{kind} has {len(cost)} costs for {len(place)} stages")
     free, ends, spans = [0.0] * len(orders), {}, [[] for _ in orders]
     for action in chain(*ticks):
         stage, _, kind = action
-        start = free[place[stage]]
-        sender = source(action, len(place))  # all else was earlier in the rank's list
-        if sender:
-            travel = transfer if place[sender.stage] != place[stage] else 0.0
+        rank, sender = place[stage], source(action, len(place))
+        start = free[rank]
+        if sender:  # all else was earlier in the rank's list
+            travel = transfer if place[sender.stage] != rank else 0.0
             start = max(start, ends[sender] + travel)
         end = start + costs[kind][stage]
         if kind == "backward" and not split:
             end += costs["weight"][stage]
-        free[place[stage]] = ends[action] = end
-        spans[place[stage]].append(Span(action, start, end))
+        free[rank] = ends[action] = end
+        spans[rank].append(Span(action, start, end))
     return spans
 
 

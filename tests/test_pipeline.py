@@ -90,27 +90,43 @@ class Odd(nn.Module):
         self.layer, _ = nn.Linear(6, 6), self.frozen.weight.requires_grad_(False)
 
     def forward(self, X):
-        X = self.layer(self.frozen(self.layer(self.first(X)).relu_()))
+        X = self.layer(self.frozen(self.layer(self.first(X)).mul_(2)))
         W, b = self.layer.weight, self.layer.bias.tanh()
         X = F.linear(F.linear(X, W.tanh(), b), W, b) + F.linear(X[0], bias=b, weight=W)
-        return checkpoint(self.layer, X, use_reentrant=False)
+        return (
+            checkpoint(self.layer, X, use_reentrant=False) * F.linear(X, b)[..., None]
+        )
 
 
 @pytest.mark.parametrize("wanted", [True, False])  # whether the input's gradient is
 def test_two_halves_of_a_backward_pass_make_the_whole(wanted):
-    whole = Odd().double()
+    whole, randoms = Odd().double(), partial(randn, 2, 3, 6)
     halves = deepcopy(whole)
     first, second = Stage(whole), Stage(halves, split=True)
     for i in range(2):  # both are under way at once
         for stage in (first, second):
-            stage.forward(i, randn(2, 3, 6, seed=i).requires_grad_(wanted))
+            stage.forward(i, randoms(seed=i).requires_grad_(wanted))
     for i in (1, 0):
-        close(second.backward(i, randn(2, 3, 6)), first.backward(i, randn(2, 3, 6)))
+        close(second.backward(i, randoms()), first.backward(i, randoms()))
     assert len(second.later[0]) == 4 + wanted  # calls, whose weights wait
     for i in (0, 1):
         second.weight(i, None)
     close(grads(halves), grads(whole))
     assert second.live == second.later == {}
+
+
+def test_an_input_that_was_changed_after_its_layer_is_refused():
+    layer = nn.Linear(6, 6).double()
+
+    def changes(X):
+        Y = layer(X := 2 * X)
+        return Y + X.add_(1)
+
+    stage = Stage(changes, split=True)
+    stage.forward(0, randn(2, 6).requires_grad_())
+    stage.backward(0, randn(2, 6))
+    with pytest.raises(RuntimeError, match="input of a linear layer was changed in pl"):
+        stage.weight(0, None)
 
 
 # On devices and between ranks: what is trained is what one device would train
@@ -120,11 +136,20 @@ def counted(y):
     return (y != 1).sum()
 
 
+class Squares(nn.Module):
+    """A criterion for complex numbers."""
+
+    def forward(self, output, target):
+        return (output - target).abs().square().sum()
+
+
+COMPLEX = partial(mlp, *WIDTHS, 5, 5, dtype=torch.complex128)
 TOKENS = torch.arange(33).reshape(11, 3) % 11
 IGNORED = nn.CrossEntropyLoss(ignore_index=1, reduction="sum")
 CASES = {  # network, inputs, targets, criterion, count
     "mlp": (lambda: mlp(*WIDTHS, 5, 5), X, Y, MSE, torch.numel),
     "frozen": (frozen, X, Y, MSE, None),
+    "complex": (COMPLEX, torch.fft.fft(X), Y, Squares(), None),
     "tokens": (of_tokens, TOKENS, TOKENS[:, 0] % 5, IGNORED, counted),
 }
 
@@ -154,6 +179,14 @@ def test_devices_train_what_one_device_trains(case, device):
         found = [pipeline.forward_backward(X, y) for _ in range(2)]
         same([found, list(map(grads, stages))], [[loss, loss], right])
         assert torch.equal(X, before) and not found[0].requires_grad
+
+
+def test_losses_in_16_bits_are_added_in_32():
+    layer = nn.Linear(1, 1, bias=False).half()
+    nn.init.ones_(layer.weight)
+    X = torch.full((2, 1), 200.0).half()
+    loss = Pipeline([layer], ["cpu"], MSE, 2).forward_backward(X, 0 * X)
+    assert loss.item() == 80_000  # more than the largest of 16 bits
 
 
 @both_ways
@@ -343,6 +376,18 @@ def test_a_stage_that_fails_is_named_on_all_ranks(rank, p, kind, way):
     assert seconds < SOON and later == "PeerError" and named in why
     assert error == ("AssertionError" if rank == 1 else "PeerError")
     assert rank == 1 or f"{named}\nAssertionError('here" in text
+
+
+@both_ways
+@in_ranks(3)
+def test_a_call_within_the_pipelines_own_group_is_told_to_all(rank, p, way):
+    run = DistributedPipeline(cut(mlp(*WIDTHS), 3), MSE, 3)
+    take(way, run.group)
+    if rank == 1:
+        run.stages[1].register_forward_pre_hook(lambda *_: ranks.barrier(run.group))
+    kind, text, _, seconds = attempt(run.forward_backward, X, Y)
+    assert seconds < SOON and "barrier" in text, text
+    assert kind == ("MismatchError" if rank == 1 else "PeerError")
 
 
 @in_ranks(3)
