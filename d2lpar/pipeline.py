@@ -250,18 +250,18 @@ def end(mail, error=None):
     elif error:
         lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
         words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])
-    lost, group.broken = group.broken, ""  # or nothing could be told
+    broken, group.broken = group.broken, ""  # while it says why, nothing is sent
     limit = group.deadline(None)
     for dst, sender in mail.senders.items():
         note = {dst: f"0 {words}"}  # 0: the number with which notes begin
         mail.sent.append(sender.submit(group.tell, note, [], limit))
-    for src in [] if lost else group.others:
+    for src in [] if broken else group.others:
         with suppress(ranks.PeerError):  # it does not come
             while src not in mail.heard:
                 mail.next_from(src)  # what nobody needs any more
-    wait(mail.sent, timeout=1 if lost else None)  # each has its own limit
+    wait(mail.sent, timeout=1 if broken else None)  # each has its own limit
     mail.senders.clear()  # so the threads end
-    said = words, *mail.heard.values(), lost or group.broken or "done"
+    said = words, *mail.heard.values(), broken or group.broken or "done"
     group.broken = next((text for text in said if text != "done"), "")
     if group.broken and not error:
         raise ranks.PeerError(group.broken)
