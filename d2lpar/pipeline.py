@@ -92,6 +92,7 @@ class WeightsLater(TorchFunctionMode):
 
     def linear(self, input, weight, bias=None):
         """Hide the weight from autograd, and note what its gradient needs."""
+        # private: a checkpoint sets such hooks, and will run forward outside the region
         in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(False)
         can_wait = weight.is_leaf and weight.requires_grad and weight.dim() == 2
         can_wait = can_wait and input.requires_grad and torch.is_grad_enabled()
@@ -250,7 +251,7 @@ def end(mail, error=None):
     elif error:
         lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
         words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])
-    broken, group.broken = group.broken, ""  # while it says why, nothing is sent
+    broken, group.broken = group.broken, ""  # set by a time-out; tell would refuse
     limit = group.deadline(None)
     for dst, sender in mail.senders.items():
         note = {dst: f"0 {words}"}  # 0: the number with which notes begin
