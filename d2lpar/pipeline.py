@@ -73,7 +73,8 @@ class Stage:
         """Compute the gradients of linear layers' weights, which backward has left."""
         for grad, X, version, W in self.later.pop(i):
             if X._version != version:
-                raise RuntimeError("the input of a linear layer was changed in place")
+                problem = "a linear layer's input was changed in place"
+                raise RuntimeError(f"{problem}: write X = X + Y, not X += Y")
             W.backward(grad.T @ X.conj())
 
 

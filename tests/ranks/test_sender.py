@@ -14,5 +14,6 @@ def test_a_process_that_ends_does_not_wait_for_its_calls():
 
 
 def test_a_call_initialises_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "stream", None)  # even stream(None) would
     assert Sender().submit(max, 1, 2).result(9) == 2
