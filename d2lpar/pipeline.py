@@ -71,11 +71,11 @@ class Stage:
 
     def weight(self, i, _):
         """Compute the gradients of linear layers' weights, which backward has left."""
-        for grad, X, version, W in self.later.pop(i):
+        for grad, X, version, param in self.later.pop(i):
             if X._version != version:
                 problem = "a linear layer's input was changed in place"
                 raise RuntimeError(f"{problem}: write X = X + Y, not X += Y")
-            W.backward(grad.T @ X.conj())
+            param.backward(grad.T @ X.conj())
 
 
 class WeightsLater(TorchFunctionMode):
@@ -248,23 +248,23 @@ def end(mail, error=None):
     """Tell all ranks how a step ended here, and hear how it ended there."""
     group, words = mail.group, "done"
     if isinstance(error, ranks.PeerError):
-        words = str(error) or repr(error)  # another one's last words, or who was late
+        words = str(error)  # another one's last words
     elif error:
         lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
         words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])
-    broken, group.broken = group.broken, ""  # set by a time-out; tell would refuse
     limit = group.deadline(None)
     for dst, sender in mail.senders.items():
         note = {dst: f"0 {words}"}  # 0: the number with which notes begin
         mail.sent.append(sender.submit(group.tell, note, [], limit))
-    for src in [] if broken else group.others:
-        with suppress(ranks.PeerError):  # it does not come
+    with suppress(ranks.PeerError):  # a rank is late, so the group is broken
+        for src in group.others:
             while src not in mail.heard:
                 mail.next_from(src)  # what nobody needs any more
-    wait(mail.sent, timeout=1 if broken else None)  # each has its own limit
+    if not group.broken:  # else a late rank would hold them up
+        wait(mail.sent)
     mail.senders.clear()  # so the threads end
-    said = words, *mail.heard.values(), broken or group.broken or "done"
-    group.broken = next((text for text in said if text != "done"), "")
+    failures = [text for text in (words, *mail.heard.values()) if text != "done"]
+    group.broken = (failures or [group.broken])[0]
     if group.broken and not error:
         raise ranks.PeerError(group.broken)
 
