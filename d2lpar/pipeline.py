@@ -5,7 +5,6 @@ Chapter 13 writes this file. Its sources: those of ``pipeline_schedules``, and t
 """
 
 from collections import deque
-from concurrent.futures import wait
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise
@@ -260,8 +259,8 @@ def end(mail, error=None):
         for src in group.others:
             while src not in mail.heard:
                 mail.next_from(src)  # what nobody needs any more
-    if not group.broken:  # else a late rank would hold them up
-        wait(mail.sent)
+        for sent in mail.sent:
+            sent.result()
     mail.senders.clear()  # so the threads end
     failures = [text for text in (words, *mail.heard.values()) if text != "done"]
     group.broken = (failures or [group.broken])[0]

@@ -174,8 +174,8 @@ def play(orders):
         heads = [actions[0] for actions in todo if actions]
         tick = [head for head in heads if done.issuperset(needs(head, num_stages))]
         if not tick:
-            lacks = [n for n in needs(heads[0], num_stages) if n not in done]
-            raise ValueError(f"tick {len(ticks)}: {heads[0]} waits for {lacks[0]}")
+            lacks = [n for n in needs(heads[-1], num_stages) if n not in done]
+            raise ValueError(f"tick {len(ticks)}: {heads[-1]} waits for {lacks[0]}")
         for actions in todo:
             if actions and actions[0] in tick:
                 actions.popleft()

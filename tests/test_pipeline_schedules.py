@@ -130,7 +130,7 @@ REFUSED = [
     ([[*spell("FB", 0), F(0, -1)]], "microbatch=-1, .* is no action"),
     ([[F(0, 0)], [B(0, 0)]], "stage 0 is on ranks 0 and 1"),
     ([spell("BF", 0)], f"tick 0: {B0} on stage 0 waits for {F0} on stage 0"),
-    ([spell("FB", 0), spell("BF", 1)], f"tick 1: {B0} on stage 0 waits for {B0} on st"),
+    ([spell("FB", 0), spell("BF", 1)], f"tick 1: {B0} on stage 1 waits for {F0} on st"),
     ([spell("FWB", 0)], f"weight pass of micro-batch 0 .* waits for {B0}"),
 ]
 
