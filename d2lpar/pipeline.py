@@ -92,7 +92,7 @@ class WeightsLater(TorchFunctionMode):
 
     def linear(self, input, weight, bias=None):
         """Hide the weight from autograd, and note what its gradient needs."""
-        # private: a checkpoint sets such hooks, and will run forward outside the region
+        # private: a checkpoint sets such hooks; it runs forward again, outside this
         in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(False)
         can_wait = weight.is_leaf and weight.requires_grad and weight.dim() == 2
         can_wait = can_wait and input.requires_grad and torch.is_grad_enabled()
@@ -218,14 +218,15 @@ class Mail:
         """Return activations or a gradient; None if ``action`` needs neither."""
         for src, coming in self.coming.items():
             while action in coming:  # take what comes before it, too
-                self.box[coming.popleft()] = self.next_from(src)
-                if src in self.heard:
+                result = self.next_from(src)
+                if result is None:
                     raise ranks.PeerError(self.heard[src])
+                self.box[coming.popleft()] = result
         arrived = self.box.pop(action, None)
         return None if arrived is None else arrived.to(self.device)
 
     def next_from(self, src):
-        """Return a member's next result; its last words go into ``heard`` instead."""
+        """Return a member's next result; None, once ``heard`` has its last words."""
         try:
             return ranks.receive(self.group.ranks[src], self.group)
         except ranks.MismatchError as error:
@@ -247,7 +248,7 @@ def end(mail, error=None):
     """Tell all ranks how a step ended here, and hear how it ended there."""
     group, words = mail.group, "done"
     if isinstance(error, ranks.PeerError):
-        words = str(error)  # another one's last words
+        words = str(error)  # another one's last words (or who is late: tell refuses)
     elif error:
         lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
         words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])

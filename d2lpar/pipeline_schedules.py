@@ -65,8 +65,8 @@ def in_rounds(kind, stages, p, m):
     return [Action(stage, first + i, kind) for first, stage, i in passes]
 
 
-def interleaved(p, m, v=2):
-    """1F1B with v stages per rank: rank r has r, r + p and so on."""
+def interleaved(p, m, v=2, ahead=2):
+    """1F1B with v stages per rank, warmed up by ``ahead`` passes per later rank."""
     if m % p:
         raise ValueError(f"{p} ranks take rounds of {p} micro-batches: {m} do not fit")
     orders = []
@@ -74,7 +74,7 @@ def interleaved(p, m, v=2):
         stages = range(r, v * p, p)
         forward = in_rounds("forward", stages, p, m)
         backward = in_rounds("backward", stages[::-1], p, m)
-        warm_up = min(v * m, (v - 1) * p + 2 * (p - 1 - r) + 1)
+        warm_up = min(v * m, (v - 1) * p + ahead * (p - 1 - r) + 1)
         turns = chain(*zip(backward, forward[warm_up:]))  # as long as there are both
         orders.append([*forward[:warm_up], *turns, *backward[len(forward) - warm_up :]])
     return orders

@@ -115,6 +115,7 @@ def test_1f1b_runs_in_torchs_order():
 def test_words_stand_for_actions():
     assert spell("FFBF", 3) == [F(3, 0), F(3, 1), B(3, 0), F(3, 2)]
     assert spell("Ffbw", 0, 5) == [F(0, 0), F(5, 0), B(5, 0), Action(5, 0, "weight")]
+    assert ps.interleaved(4, 8, v=1, ahead=1) == ps.one_f_one_b(4, 8)
     with pytest.raises(ValueError, match="rounds of 4 micro-batches: 6 do not fit"):
         ps.interleaved(4, 6)
 
