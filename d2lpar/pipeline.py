@@ -57,6 +57,8 @@ class Stage:
         later = self.later[i] = []
         with WeightsLater(later) if self.split else nullcontext():
             output = self.module(X)
+        if later:
+            raise RuntimeError("forward asks for a gradient: take a schedule without W")
         output = self.finish(i, output)
         self.live[i] = X, output
         return output.detach()
@@ -210,9 +212,8 @@ class Mail:
         self.senders = {dst: ranks.Sender() for dst in group.others}
         self.sent, self.coming, self.heard = [], {}, {}  # heard: last words
         for src in group.others:
-            readers = [self.targets[a] for a in orders[src] if a in self.targets]
-            own = [a for a in readers if self.place[a.stage] == group.me]
-            self.coming[src] = deque(own)
+            to = [self.targets[a] for a in orders[src] if a in self.targets]
+            self.coming[src] = deque(a for a in to if self.place[a.stage] == group.me)
 
     def receive(self, action):
         """Return activations or a gradient; None if ``action`` needs neither."""
@@ -244,27 +245,34 @@ class Mail:
             self.sent.append(self.senders[dst].submit(send))
 
 
+def last_words(error, rank):
+    """Return how a step ended on a rank, in words, from its error or None."""
+    if error is None:
+        return "done"
+    if isinstance(error, ranks.PeerError):  # it has another one's last words
+        return str(error)
+    notes = getattr(error, "__notes__", [])  # which pass it was
+    return "\n".join([f"rank {rank} failed.", *notes, repr(error)])
+
+
 def end(mail, error=None):
     """Tell all ranks how a step ended here, and hear how it ended there."""
-    group, words = mail.group, "done"
-    if isinstance(error, ranks.PeerError):
-        words = str(error)  # another one's last words (or who is late: tell refuses)
-    elif error:
-        lines = [*getattr(error, "__notes__", []), repr(error)]  # which pass, and why
-        words = "\n".join([f"rank {group.ranks[group.me]} failed.", *lines])
-    limit = group.deadline(None)
+    group = mail.group
+    words = last_words(error, group.ranks[group.me])
     for dst, sender in mail.senders.items():
         note = {dst: f"0 {words}"}  # 0: the number with which notes begin
-        mail.sent.append(sender.submit(group.tell, note, [], limit))
+        tell = partial(group.tell, note, [], group.deadline(None))
+        mail.sent.append(sender.submit(tell))
     with suppress(ranks.PeerError):  # a rank is late, so the group is broken
         for src in group.others:
             while src not in mail.heard:
                 mail.next_from(src)  # what nobody needs any more
         for sent in mail.sent:
             sent.result()
-    mail.senders.clear()  # so the threads end
+    mail.senders.clear()  # a thread ends with its Sender
     failures = [text for text in (words, *mail.heard.values()) if text != "done"]
-    group.broken = (failures or [group.broken])[0]
+    if failures:
+        group.broken = failures[0]
     if group.broken and not error:
         raise ranks.PeerError(group.broken)
 

@@ -130,6 +130,16 @@ def test_an_input_that_was_changed_after_its_layer_is_refused():
         stage.weight(0, None)
 
 
+def test_a_gradient_that_forward_asks_for_is_refused():
+    layer = nn.Linear(6, 6).double()
+
+    def asks(X):
+        return torch.autograd.grad(layer(X).sum(), X, create_graph=True)[0]
+
+    with pytest.raises(RuntimeError, match="forward asks for a gradient"):
+        Stage(asks, split=True).forward(0, randn(2, 6).requires_grad_())
+
+
 # On devices and between ranks: what is trained is what one device would train
 
 
