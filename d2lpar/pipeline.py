@@ -5,6 +5,7 @@ Chapter 13 writes this file. Its sources: those of ``pipeline_schedules``, and t
 """
 
 from collections import deque
+from concurrent.futures import wait
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise
@@ -57,9 +58,9 @@ class Stage:
         later = self.later[i] = []
         with WeightsLater(later) if self.split else nullcontext():
             output = self.module(X)
+        output = self.finish(i, output)
         if later:
             raise RuntimeError("forward asks for a gradient: take a schedule without W")
-        output = self.finish(i, output)
         self.live[i] = X, output
         return output.detach()
 
@@ -94,7 +95,7 @@ class WeightsLater(TorchFunctionMode):
 
     def linear(self, input, weight, bias=None):
         """Hide the weight from autograd, and note what its gradient needs."""
-        # private: a checkpoint sets such hooks; it runs forward again, outside this
+        # private: checkpoint sets such hooks; it runs forward again, outside the region
         in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(False)
         can_wait = weight.is_leaf and weight.requires_grad and weight.dim() == 2
         can_wait = can_wait and input.requires_grad and torch.is_grad_enabled()
@@ -103,7 +104,7 @@ class WeightsLater(TorchFunctionMode):
         rows = input.reshape(-1, input.shape[-1])
         output = nn.functional.linear(rows, weight.detach(), bias)
         X = rows.detach().to(output.dtype)  # 16 bits under autocast
-        noted = X, X._version, weight
+        noted = X, X._version, weight  # each change in place raises the version
         output.register_hook(lambda grad: self.later.append((grad, *noted)))
         return output.view(*input.shape[:-1], len(weight))
 
@@ -249,26 +250,25 @@ def last_words(error, rank):
     """Return how a step ended on a rank, in words, from its error or None."""
     if error is None:
         return "done"
-    if isinstance(error, ranks.PeerError):  # it has another one's last words
+    notes = getattr(error, "__notes__", [])  # the last one says which pass it was
+    if isinstance(error, ranks.PeerError) and not notes:  # by ``mail.receive``
         return str(error)
-    notes = getattr(error, "__notes__", [])  # which pass it was
-    return "\n".join([f"rank {rank} failed.", *notes, repr(error)])
+    return "\n".join([f"rank {rank} failed.", *notes[::-1], repr(error)])
 
 
 def end(mail, error=None):
     """Tell all ranks how a step ended here, and hear how it ended there."""
     group = mail.group
     words = last_words(error, group.ranks[group.me])
-    for dst, sender in mail.senders.items():
+    for dst in group.others:
         note = {dst: f"0 {words}"}  # 0: the number with which notes begin
         tell = partial(group.tell, note, [], group.deadline(None))
-        mail.sent.append(sender.submit(tell))
+        mail.sent.append(mail.senders[dst].submit(tell))
     with suppress(ranks.PeerError):  # a rank is late, so the group is broken
         for src in group.others:
             while src not in mail.heard:
                 mail.next_from(src)  # what nobody needs any more
-        for sent in mail.sent:
-            sent.result()
+    wait(mail.sent, timeout=0.5 if group.broken else None)
     mail.senders.clear()  # a thread ends with its Sender
     failures = [text for text in (words, *mail.heard.values()) if text != "done"]
     if failures:
@@ -289,8 +289,8 @@ class DistributedPipeline:
             self.m, self.orders, self.count = m, schedule(self.group.size, m), count
             play(self.orders)
             place = owners(stages, self.orders, self.group.size, m)
-            sizes = [len(list(stage.parameters())) for stage in stages]
-            call.agree(f"m = {m}, stages of {sizes} parameters, schedule {self.orders}")
+            sizes = [len(list(stage.modules())) for stage in stages]
+            call.agree(f"m = {m}, stages of {sizes} modules, schedule {self.orders}")
         me = self.group.me
         own = [s if rank == me else nn.Identity() for s, rank in zip(stages, place)]
         self.stages = nn.ModuleList(own)

@@ -168,6 +168,15 @@ def test_a_call_while_another_thread_makes_the_first_one_is_refused(rank, k):
         ranks.barrier(group)
 
 
+@in_ranks(2)
+def test_a_broken_group_says_so_while_a_thread_still_sends(rank, k):
+    group = ranks.own_group()
+    group.broken = "it is broken"
+    with group.alone("send", ("send", 1 - rank)):
+        kind, text, *_ = attempt(ranks.barrier, group)
+    assert kind == "PeerError" and "used since: it is broken" in text
+
+
 @both_ways
 @in_ranks(2)
 def test_threads_with_groups_of_their_own_have_an_order_of_their_own(rank, k, way):
