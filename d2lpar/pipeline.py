@@ -289,8 +289,8 @@ class DistributedPipeline:
             self.m, self.orders, self.count = m, schedule(self.group.size, m), count
             play(self.orders)
             place = owners(stages, self.orders, self.group.size, m)
-            sizes = [len(list(stage.modules())) for stage in stages]
-            call.agree(f"m = {m}, stages of {sizes} modules, schedule {self.orders}")
+            sizes = [len(list(stage.parameters())) for stage in stages]
+            call.agree(f"m = {m}, stages of {sizes} parameters, schedule {self.orders}")
         me = self.group.me
         own = [s if rank == me else nn.Identity() for s, rank in zip(stages, place)]
         self.stages = nn.ModuleList(own)

@@ -330,7 +330,7 @@ def what_differs_is_told_to_all_and_loses_nothing(rank, p):
     for changes, words in [
         ({"m": 3 + rank}, "pipeline, m = "),
         ({"schedule": SCHEDULES[rank]}, "pipeline, m = "),
-        ({"stages": cut(mlp(*WIDTHS), 2, [1 + 9 * rank] + [1] * 6)}, "[5, 4] m"),
+        ({"stages": cut(mlp(*WIDTHS), 2, [1 + 9 * rank] + [1] * 6)}, "[4, 4] p"),
         ({"criterion": MSE if rank else nn.MSELoss()}, "must have"),
     ]:
         kind, text, *_, seconds = attempt(step, True, **changes)
