@@ -26,7 +26,7 @@ def measure(rank: int, world_size: int, m: int, rounds: int) -> dict:
     from d2lpar import DistributedPipeline, cut, pipeline_schedules
 
     torch.manual_seed(0)
-    pairs = [f for _ in range(LAYERS) for f in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    pairs = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)]
     X, sums = torch.randn(ROWS * m, WIDTH), nn.MSELoss(reduction="sum")
     contenders = {
         "plain split": ("gpipe", 1),

@@ -6,13 +6,13 @@ Chapter 13 writes this file. Its sources: those of ``pipeline_schedules``, and t
 
 from collections import deque
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from . import ranks
 from .devices import check_devices, to_device
@@ -46,52 +46,67 @@ def cut(layers, num_stages, costs=None):
 
 
 class Stage:
-    """A part of a network; on the last one ``finish(i, output)`` returns the loss.
-
-    With ``split``, parameters get their gradients later, layer by layer.
-    """
+    """A part of a network; on the last one ``finish(i, output)`` returns the loss."""
 
     def __init__(self, module, split=False, finish=lambda i, output: output):
-        self.split, self.finish = split, finish
-        is_chain = split and type(module) is nn.Sequential and not share(module)
-        self.layers = module if is_chain else [module]
-        self.live = {}  # what is kept, by micro-batch
+        self.module, self.split, self.finish = module, split, finish
+        self.live, self.later = {}, {}  # by micro-batch
 
     @torch.enable_grad()
     def forward(self, i, X):
         """Return the output of micro-batch i, cut off from autograd's graph."""
-        output, ends = X, []
-        for layer in self.layers:
-            output = layer(output)
-            params = [p for p in layer.parameters() if p.requires_grad]
-            if self.split and params:
-                ends.append((get_gradient_edge(output), params))
+        later = self.later[i] = []
+        with WeightsLater(later) if self.split else nullcontext():
+            output = self.module(X)
         output = self.finish(i, output)
-        self.live[i] = X, output, ends
+        if later:
+            raise RuntimeError("forward asks for a gradient: take a schedule without W")
+        self.live[i] = X, output
         return output.detach()
 
     def backward(self, i, grad):
         """Return the gradient of the input, given that of the output (None: a loss)."""
-        X, output, ends = self.live.pop(i)
-        if ends:
-            inputs = [X] * X.requires_grad + [end for end, _ in ends]
-            grads = torch.autograd.grad(output, inputs, grad, retain_graph=True)
-            self.live[i] = list(zip(ends, grads[X.requires_grad :]))
-            return grads[0]
+        X, output = self.live.pop(i)
         if output.requires_grad or grad is None:
             output.backward(grad)
         return torch.zeros_like(X) if X.grad is None else X.grad
 
     def weight(self, i, _):
-        """Go from the end of each layer's graph to its parameters, and no further."""
-        for (end, params), grad in self.live.pop(i, []):
-            torch.autograd.backward(end, grad, inputs=params)
+        """Compute the gradients of linear layers' weights, which backward has left."""
+        for grad, X, version, param in self.later.pop(i):
+            if X._version != version:
+                problem = "a linear layer's input was changed in place"
+                raise RuntimeError(f"{problem}: write X = X + Y, not X += Y")
+            param.backward(grad.T @ X.conj())
 
 
-def share(modules):
-    """Tell whether two of the modules have a parameter in common."""
-    params = [param for module in modules for param in module.parameters()]
-    return len(set(params)) < len(params)
+class WeightsLater(TorchFunctionMode):
+    """A region in which backward passes leave linear layers' weights to ``later``."""
+
+    def __init__(self, later):
+        super().__init__()
+        self.later = later
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Replace F.linear, as in ``autocast``."""
+        if func is nn.functional.linear:
+            func = self.linear
+        return func(*args, **(kwargs or {}))
+
+    def linear(self, input, weight, bias=None):
+        """Hide the weight from autograd, and note what its gradient needs."""
+        # private: checkpoint sets such hooks; it runs forward again, outside the region
+        in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        can_wait = weight.is_leaf and weight.requires_grad and weight.dim() == 2
+        can_wait = can_wait and input.requires_grad and torch.is_grad_enabled()
+        if in_checkpoint or not can_wait:
+            return nn.functional.linear(input, weight, bias)
+        rows = input.reshape(-1, input.shape[-1])
+        output = nn.functional.linear(rows, weight.detach(), bias)
+        X = rows.detach().to(output.dtype)  # 16 bits under autocast
+        noted = X, X._version, weight  # each change in place raises the version
+        output.register_hook(lambda grad: self.later.append((grad, *noted)))
+        return output.view(*input.shape[:-1], len(weight))
 
 
 def run_actions(actions, stages, mail):
@@ -114,13 +129,12 @@ class LocalMail:
 
     def __init__(self, orders, X_parts, devices):
         self.place, self.targets = placement(orders), targets(orders)
-        self.box = {(0, i, "forward"): X for i, X in enumerate(X_parts)}
-        self.devices = devices
+        self.devices, first = devices, devices[self.place[0]]
+        self.box = {(0, i, "forward"): X.to(first) for i, X in enumerate(X_parts)}
 
     def receive(self, action):
         """Return activations or a gradient; None if ``action`` needs neither."""
-        arrived, rank = self.box.pop(action, None), self.place[action.stage]
-        return None if arrived is None else arrived.to(self.devices[rank])
+        return self.box.pop(action, None)
 
     def send(self, action, result):
         """Move a result to the device of the stage that works on it, if any."""
@@ -175,7 +189,8 @@ def owners(stages, orders, p, m):
     wanted = f"{p} ranks, {m} micro-batches and {len(stages)} stages"
     if made != wanted:
         raise ValueError(f"the schedule is for {made}, not for {wanted}")
-    if share(stages):
+    params = [param for stage in stages for param in stage.parameters()]
+    if len(set(params)) < len(params):
         raise ValueError("two stages share a parameter: put layers that do in one")
     return list(place.values())
 
@@ -188,12 +203,13 @@ def in_parts(X, y, m):
     return X.tensor_split(m)
 
 
-class Mail(LocalMail):
+class Mail:
     """Mail between ranks: all know the schedule, and so what comes next from whom."""
 
     def __init__(self, orders, X_parts, group, device):
-        super().__init__(orders, X_parts, [device] * group.size)
-        self.group = group
+        self.place, self.targets = placement(orders), targets(orders)
+        self.group, self.device = group, device
+        self.box = {(0, i, "forward"): X for i, X in enumerate(X_parts)}
         self.senders = {dst: ranks.Sender() for dst in group.others}
         self.sent, self.coming, self.heard = [], {}, {}  # heard: last words
         for src in group.others:
@@ -208,7 +224,8 @@ class Mail(LocalMail):
                 if result is None:
                     raise ranks.PeerError(self.heard[src])
                 self.box[coming.popleft()] = result
-        return super().receive(action)
+        arrived = self.box.pop(action, None)
+        return None if arrived is None else arrived.to(self.device)
 
     def next_from(self, src):
         """Return a member's next result; None, once ``heard`` has its last words."""
@@ -218,14 +235,15 @@ class Mail(LocalMail):
             self.heard[src] = error.plan
 
     def send(self, action, result):
-        """Let a thread send a result to the rank that works on it, if another one."""
+        """Let a thread send a result to the rank that works on it, if any."""
         there = self.targets.get(action)
-        dst = self.place[there.stage] if there else self.group.me
-        if dst == self.group.me:
-            return super().send(action, result)
-        message = sendable(result, self.group).view(result.shape)
-        send = partial(ranks.send, message, self.group.ranks[dst], self.group)
-        self.sent.append(self.senders[dst].submit(send))
+        if there and self.place[there.stage] == self.group.me:
+            self.box[there] = result
+        elif there:
+            dst = self.place[there.stage]
+            message = sendable(result, self.group).view(result.shape)
+            send = partial(ranks.send, message, self.group.ranks[dst], self.group)
+            self.sent.append(self.senders[dst].submit(send))
 
 
 def last_words(error, rank):

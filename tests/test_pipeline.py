@@ -83,42 +83,61 @@ def test_stages_have_the_networks_own_layers_whatever_holds_the_costs():
 
 
 class Odd(nn.Module):
-    """Uses a weight, and a function of it, several times, once in a checkpoint."""
+    """Uses a weight, and functions of it, several times; changes an output in place."""
 
     def __init__(self):
         super().__init__()
+        self.first, self.frozen = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
         self.layer = nn.Linear(6, 6)
+        self.frozen.weight.requires_grad_(False)
 
     def forward(self, X):
-        X = F.linear(self.layer(X), self.layer.weight.tanh())
-        return checkpoint(self.layer, X, use_reentrant=False)
-
-
-def splittable():
-    """Stages, and for how many of their layers there is a call of its own."""
-    shared, norm = nn.Linear(6, 6), nn.LayerNorm(6).requires_grad_(False)
-    yield nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Odd(), norm, nn.Linear(6, 6)), 3
-    yield nn.Sequential(shared, nn.Tanh(), shared), 1
-    yield Odd(), 1
-    yield nn.Linear(6, 6).requires_grad_(False), 0
+        X = self.layer(self.frozen(self.layer(self.first(X)).mul_(2)))
+        W, b = self.layer.weight, self.layer.bias.tanh()
+        X = F.linear(F.linear(X, W.tanh(), b), W, b) + F.linear(X[0], bias=b, weight=W)
+        Y = checkpoint(self.layer, X, use_reentrant=False)
+        return Y * F.linear(X, b)[..., None]
 
 
 @pytest.mark.parametrize("wanted", [True, False])  # whether the input's gradient is
 def test_two_halves_of_a_backward_pass_make_the_whole(wanted):
-    for whole, calls in splittable():
-        halves, randoms = deepcopy(whole.double()), partial(randn, 2, 3, 6)
-        first, second = Stage(whole), Stage(halves, split=True)
-        for i in range(2):  # both are under way at once
-            for stage in (first, second):
-                stage.forward(i, randoms(seed=i).requires_grad_(wanted))
-        for i in (1, 0):
-            ours, theirs = second.backward(i, randoms()), first.backward(i, randoms())
-            assert not wanted or torch.allclose(ours, theirs)
-            assert len(second.live.get(i, [])) == calls
-        assert all(grad is None for grad in grads(halves))
-        for i in (0, 1):
-            second.weight(i, None)
-        close(grads(halves), grads(whole))
+    whole, randoms = Odd().double(), partial(randn, 2, 3, 6)
+    halves = deepcopy(whole)
+    first, second = Stage(whole), Stage(halves, split=True)
+    for i in range(2):  # both are under way at once
+        for stage in (first, second):
+            stage.forward(i, randoms(seed=i).requires_grad_(wanted))
+    for i in (1, 0):
+        close(second.backward(i, randoms()), first.backward(i, randoms()))
+    assert len(second.later[0]) == 4 + wanted  # calls, whose weights wait
+    for i in (0, 1):
+        second.weight(i, None)
+    close(grads(halves), grads(whole))
+    assert second.live == second.later == {}
+
+
+def test_an_input_that_was_changed_after_its_layer_is_refused():
+    layer = nn.Linear(6, 6).double()
+
+    def changes(X):
+        Y = layer(X := 2 * X)
+        return Y + X.add_(1)
+
+    stage = Stage(changes, split=True)
+    stage.forward(0, randn(2, 6).requires_grad_())
+    stage.backward(0, randn(2, 6))
+    with pytest.raises(RuntimeError, match="input was changed in place: write X = X"):
+        stage.weight(0, None)
+
+
+def test_a_gradient_that_forward_asks_for_is_refused():
+    X = randn(2, 6).requires_grad_()
+
+    def asks(i, output):
+        return torch.autograd.grad(output.sum(), X, create_graph=True)[0]
+
+    with pytest.raises(RuntimeError, match="forward asks for a gradient"):
+        Stage(nn.Linear(6, 6).double(), split=True, finish=asks).forward(0, X)
 
 
 # On devices and between ranks: what is trained is what one device would train
