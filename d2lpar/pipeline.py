@@ -129,12 +129,13 @@ class LocalMail:
 
     def __init__(self, orders, X_parts, devices):
         self.place, self.targets = placement(orders), targets(orders)
-        self.devices, first = devices, devices[self.place[0]]
-        self.box = {(0, i, "forward"): X.to(first) for i, X in enumerate(X_parts)}
+        self.box = {(0, i, "forward"): X for i, X in enumerate(X_parts)}
+        self.devices = devices
 
     def receive(self, action):
         """Return activations or a gradient; None if ``action`` needs neither."""
-        return self.box.pop(action, None)
+        arrived, rank = self.box.pop(action, None), self.place[action.stage]
+        return None if arrived is None else arrived.to(self.devices[rank])
 
     def send(self, action, result):
         """Move a result to the device of the stage that works on it, if any."""
@@ -203,13 +204,12 @@ def in_parts(X, y, m):
     return X.tensor_split(m)
 
 
-class Mail:
+class Mail(LocalMail):
     """Mail between ranks: all know the schedule, and so what comes next from whom."""
 
     def __init__(self, orders, X_parts, group, device):
-        self.place, self.targets = placement(orders), targets(orders)
-        self.group, self.device = group, device
-        self.box = {(0, i, "forward"): X for i, X in enumerate(X_parts)}
+        super().__init__(orders, X_parts, [device] * group.size)
+        self.group = group
         self.senders = {dst: ranks.Sender() for dst in group.others}
         self.sent, self.coming, self.heard = [], {}, {}  # heard: last words
         for src in group.others:
@@ -224,8 +224,7 @@ class Mail:
                 if result is None:
                     raise ranks.PeerError(self.heard[src])
                 self.box[coming.popleft()] = result
-        arrived = self.box.pop(action, None)
-        return None if arrived is None else arrived.to(self.device)
+        return super().receive(action)
 
     def next_from(self, src):
         """Return a member's next result; None, once ``heard`` has its last words."""
@@ -235,15 +234,14 @@ class Mail:
             self.heard[src] = error.plan
 
     def send(self, action, result):
-        """Let a thread send a result to the rank that works on it, if any."""
+        """Let a thread send a result to the rank that works on it, if another one."""
         there = self.targets.get(action)
-        if there and self.place[there.stage] == self.group.me:
-            self.box[there] = result
-        elif there:
-            dst = self.place[there.stage]
-            message = sendable(result, self.group).view(result.shape)
-            send = partial(ranks.send, message, self.group.ranks[dst], self.group)
-            self.sent.append(self.senders[dst].submit(send))
+        dst = self.place[there.stage] if there else self.group.me
+        if dst == self.group.me:
+            return super().send(action, result)
+        message = sendable(result, self.group).view(result.shape)
+        send = partial(ranks.send, message, self.group.ranks[dst], self.group)
+        self.sent.append(self.senders[dst].submit(send))
 
 
 def last_words(error, rank):
