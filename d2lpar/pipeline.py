@@ -266,7 +266,7 @@ def end(mail, error=None):
         for src in group.others:
             while src not in mail.heard:
                 mail.next_from(src)  # what nobody needs any more
-    wait(mail.sent, timeout=0.5 if group.broken else None)
+    wait(mail.sent, timeout=0.5 if group.broken else None)  # each has a limit
     mail.senders.clear()  # a thread ends with its Sender
     failures = [text for text in (words, *mail.heard.values()) if text != "done"]
     if failures:
