@@ -4,11 +4,10 @@
 Chapter 13 writes this file. Its sources: those of ``pipeline_schedules``, and torch's.
 """
 
-from collections import deque
 from concurrent.futures import wait
-from contextlib import nullcontext, suppress
-from functools import cache, partial
-from itertools import accumulate, chain, pairwise
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
+from itertools import chain, pairwise
 
 import torch
 from torch import nn
@@ -29,16 +28,15 @@ def cut(layers, num_stages, costs=None):
         raise ValueError(f"there are {len(costs)} costs for {len(layers)} layers")
     if not 1 <= num_stages <= len(layers):
         raise ValueError(f"{len(layers)} layers cannot be cut into {num_stages} stages")
-    totals = [0, *accumulate(costs)]
 
     @cache
     def divide(n, parts):  # the largest cost, and where each part of n layers ends
         if parts == 1:
-            return totals[n], [n]
+            return sum(costs[:n]), [n]
         ways = []
         for begin in range(n - 1, parts - 2, -1):  # where the last part begins
             largest, ends = divide(begin, parts - 1)
-            ways.append((max(largest, totals[n] - totals[begin]), [*ends, n]))
+            ways.append((max(largest, sum(costs[begin:n])), [*ends, n]))
         return min(ways, key=lambda way: way[0])
 
     ends = divide(len(layers), num_stages)[1]
@@ -75,8 +73,7 @@ class Stage:
         """Compute the gradients of linear layers' weights, which backward has left."""
         for grad, X, version, param in self.later.pop(i):
             if X._version != version:
-                problem = "a linear layer's input was changed in place"
-                raise RuntimeError(f"{problem}: write X = X + Y, not X += Y")
+                raise RuntimeError("a layer's input changed in place: write X = X + Y")
             param.backward(grad.T @ X.conj())
 
 
@@ -89,9 +86,8 @@ class WeightsLater(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Replace F.linear, as in ``autocast``."""
-        if func is nn.functional.linear:
-            func = self.linear
-        return func(*args, **(kwargs or {}))
+        run = self.linear if func is nn.functional.linear else func
+        return run(*args, **(kwargs or {}))
 
     def linear(self, input, weight, bias=None):
         """Hide the weight from autograd, and note what its gradient needs."""
@@ -144,17 +140,22 @@ class LocalMail:
             self.box[there] = to_device(result, self.devices[dst], src, dst)
 
 
-def summed_loss(criterion, count, y, m):
-    """Return the end of the last stage, and the list to which it adds its losses."""
-    parts, losses = y.tensor_split(m), []
-    divisor = count(y) if count else 1
+def begin(pipeline, X, y):
+    """Return X in micro-batches, stages, and the list to which losses are added."""
+    m, rows = pipeline.m, f"X has {len(X)} rows and y has {len(y)}"
+    if len(X) != len(y) or len(X) < m:
+        raise ValueError(f"{rows}: both need the same number, at least {m}")
+    y_parts, losses = y.tensor_split(m), []
+    divisor = pipeline.count(y) if pipeline.count else 1
 
     def finish(i, output):
-        loss = criterion(output, parts[i].to(output.device)) / divisor
+        loss = pipeline.criterion(output, y_parts[i].to(output.device)) / divisor
         losses.append(loss.detach().to(wide(loss.dtype)))
         return loss
 
-    return finish, losses
+    stages = [Stage(module, is_split(pipeline.orders)) for module in pipeline.stages]
+    stages[-1].finish = finish
+    return X.tensor_split(m), stages, losses
 
 
 class Pipeline:
@@ -176,9 +177,8 @@ class Pipeline:
 
     def forward_backward(self, X, y):
         """Add to the gradients of all parameters; return the loss, detached."""
-        mail = LocalMail(self.orders, in_parts(X, y, self.m), self.devices)
-        stages = [Stage(stage, is_split(self.orders)) for stage in self.stages]
-        stages[-1].finish, losses = summed_loss(self.criterion, self.count, y, self.m)
+        X_parts, stages, losses = begin(self, X, y)
+        mail = LocalMail(self.orders, X_parts, self.devices)
         run_actions(chain(*self.ticks), stages, mail)
         return torch.stack(losses).sum()
 
@@ -196,83 +196,64 @@ def owners(stages, orders, p, m):
     return list(place.values())
 
 
-def in_parts(X, y, m):
-    """Return X in m micro-batches; refuse what cannot be cut, or does not fit y."""
-    if len(X) != len(y) or len(X) < m:
-        rows = f"X has {len(X)} rows and y has {len(y)}"
-        raise ValueError(f"{rows}: both need the same number, at least {m}")
-    return X.tensor_split(m)
-
-
-class Mail(LocalMail):
-    """Mail between ranks: all know the schedule, and so what comes next from whom."""
-
-    def __init__(self, orders, X_parts, group, device):
-        super().__init__(orders, X_parts, [device] * group.size)
-        self.group = group
-        self.senders = {dst: ranks.Sender() for dst in group.others}
-        self.sent, self.coming, self.heard = [], {}, {}  # heard: last words
-        for src in group.others:
-            to = [self.targets[a] for a in orders[src] if a in self.targets]
-            self.coming[src] = deque(a for a in to if self.place[a.stage] == group.me)
-
-    def receive(self, action):
-        """Return activations or a gradient; None if ``action`` needs neither."""
-        for src, coming in self.coming.items():
-            while action in coming:  # take what comes before it, too
-                result = self.next_from(src)
-                if result is None:
-                    raise ranks.PeerError(self.heard[src])
-                self.box[coming.popleft()] = result
-        return super().receive(action)
-
-    def next_from(self, src):
-        """Return a member's next result; None, once ``heard`` has its last words."""
-        try:
-            return ranks.receive(self.group.ranks[src], self.group)
-        except ranks.MismatchError as error:
-            self.heard[src] = error.plan
-
-    def send(self, action, result):
-        """Let a thread send a result to the rank that works on it, if another one."""
-        there = self.targets.get(action)
-        dst = self.place[there.stage] if there else self.group.me
-        if dst == self.group.me:
-            return super().send(action, result)
-        message = sendable(result, self.group).view(result.shape)
-        send = partial(ranks.send, message, self.group.ranks[dst], self.group)
-        self.sent.append(self.senders[dst].submit(send))
-
-
 def last_words(error, rank):
     """Return how a step ended on a rank, in words, from its error or None."""
     if error is None:
         return "done"
     notes = getattr(error, "__notes__", [])  # the last one says which pass it was
-    if isinstance(error, ranks.PeerError) and not notes:  # by ``mail.receive``
-        return str(error)
     return "\n".join([f"rank {rank} failed.", *notes[::-1], repr(error)])
 
 
-def end(mail, error=None):
-    """Tell all ranks how a step ended here, and hear how it ended there."""
-    group = mail.group
-    words = last_words(error, group.ranks[group.me])
-    for dst in group.others:
-        note = {dst: f"0 {words}"}  # 0: the number with which notes begin
-        tell = partial(group.tell, note, [], group.deadline(None))
-        mail.sent.append(mail.senders[dst].submit(tell))
-    with suppress(ranks.PeerError):  # a rank is late, so the group is broken
+class Mail(LocalMail, AbstractContextManager):
+    """Mail between ranks: all know the schedule, and so what comes next from whom."""
+
+    def __init__(self, orders, X_parts, group, device):
+        super().__init__(orders, X_parts, [device] * group.size)
+        self.group, self.coming, self.heard = group, {}, {}  # heard: last words
+        self.senders = {dst: ranks.Sender() for dst in group.others}
         for src in group.others:
-            while src not in mail.heard:
-                mail.next_from(src)  # what nobody needs any more
-    wait(mail.sent, timeout=0.5 if group.broken else None)  # each has a limit
-    mail.senders.clear()  # a thread ends with its Sender
-    failures = [text for text in (words, *mail.heard.values()) if text != "done"]
-    if failures:
-        group.broken = failures[0]
-    if group.broken and not error:
-        raise ranks.PeerError(group.broken)
+            to = [self.targets[a] for a in orders[src] if a in self.targets]
+            self.coming[src] = [a for a in to if self.place[a.stage] == group.me]
+
+    def receive(self, action):
+        """Return activations or a gradient; None if ``action`` needs neither."""
+        for src, coming in self.coming.items():
+            while action in coming:  # take what comes before it, too
+                self.box[coming.pop(0)] = self.next_from(src)
+        return super().receive(action)
+
+    def next_from(self, src):
+        """Return a member's next result, or raise its last words, and note them."""
+        try:
+            return ranks.receive(self.group.ranks[src], self.group)
+        except ranks.MismatchError as error:
+            self.heard[src] = error.plan
+            raise ranks.PeerError(error.plan) from None
+
+    def send(self, action, result):
+        """Let a thread send a result to the rank that works on it, if another one."""
+        dst = self.place[self.targets.get(action, action).stage]  # if any, else here
+        if dst == self.group.me:
+            return super().send(action, result)
+        message = sendable(result, self.group).view(result.shape)
+        self.senders[dst].submit(ranks.send, message, self.group.ranks[dst], self.group)
+
+    def __exit__(self, _, error, traceback):
+        """Tell all ranks how the step ended here, and hear how it ended there."""
+        group, told = self.group, []
+        words = [*self.heard.values(), last_words(error, group.ranks[group.me])][0]
+        for dst in group.others:  # a thread ends with its Sender
+            note, limit = {dst: f"0 {words}"}, group.deadline(None)  # 0: its number
+            told.append(self.senders.pop(dst).submit(group.tell, note, [], limit))
+        for src in group.others:
+            with suppress(ranks.PeerError):  # its last words; or a rank is late
+                while src not in self.heard:
+                    self.next_from(src)  # what nobody needs any more
+        wait(told, timeout=0.5 if group.broken else None)  # each has a limit
+        failures = [text for text in (words, *self.heard.values()) if text != "done"]
+        group.broken = [*failures, group.broken][0]
+        if group.broken and not error:
+            raise ranks.PeerError(group.broken)
 
 
 class DistributedPipeline:
@@ -292,8 +273,7 @@ class DistributedPipeline:
         me = self.group.me
         own = [s if rank == me else nn.Identity() for s, rank in zip(stages, place)]
         self.stages = nn.ModuleList(own)
-        params = self.stages.parameters()
-        self.device = next((p.device for p in params), torch.device("cpu"))
+        self.device = next(self.stages.parameters(), torch.empty(0)).device
         self.criterion = criterion.to(self.device)
 
     def forward_backward(self, X, y):
@@ -301,17 +281,9 @@ class DistributedPipeline:
 
         All ranks pass a batch, of which the first stage uses X, and the last one y.
         """
-        stages = [Stage(stage, is_split(self.orders)) for stage in self.stages]
         with calling("step", self.group, None) as call:
-            X_parts = in_parts(X, y, self.m)
-            finish, losses = summed_loss(self.criterion, self.count, y, self.m)
+            X_parts, stages, losses = begin(self, X, y)
             call.agree(f"{len(X)} rows")
-        stages[-1].finish = finish
-        mail = Mail(self.orders, X_parts, self.group, self.device)
-        try:
+        with Mail(self.orders, X_parts, self.group, self.device) as mail:
             run_actions(self.orders[self.group.me], stages, mail)
-        except BaseException as error:
-            end(mail, error)
-            raise
-        end(mail)
         return torch.stack(losses).sum() if losses else None
