@@ -140,7 +140,7 @@ class LocalMail:
             self.box[there] = to_device(result, self.devices[dst], src, dst)
 
 
-def begin(pipeline, X, y):
+def prepare(pipeline, X, y):
     """Return X in micro-batches, stages, and the list to which losses are added."""
     m, rows = pipeline.m, f"X has {len(X)} rows and y has {len(y)}"
     if len(X) != len(y) or len(X) < m:
@@ -177,7 +177,7 @@ class Pipeline:
 
     def forward_backward(self, X, y):
         """Add to the gradients of all parameters; return the loss, detached."""
-        X_parts, stages, losses = begin(self, X, y)
+        X_parts, stages, losses = prepare(self, X, y)
         mail = LocalMail(self.orders, X_parts, self.devices)
         run_actions(chain(*self.ticks), stages, mail)
         return torch.stack(losses).sum()
@@ -219,45 +219,48 @@ class Mail(LocalMail, AbstractContextManager):
         """Return activations or a gradient; None if ``action`` needs neither."""
         for src, coming in self.coming.items():
             while action in coming:  # take what comes before it, too
-                self.box[coming.pop(0)] = self.next_from(src)
+                result = self.next_from(src)
+                if result is None:
+                    raise ranks.PeerError(self.heard[src])
+                self.box[coming.pop(0)] = result
         return super().receive(action)
 
     def next_from(self, src):
-        """Return a member's next result, or raise its last words, and note them."""
+        """Return a member's next result; None, once ``heard`` has its last words."""
         try:
             return ranks.receive(self.group.ranks[src], self.group)
         except ranks.MismatchError as error:
             self.heard[src] = error.plan
-            raise ranks.PeerError(error.plan) from None
 
     def send(self, action, result):
         """Let a thread send a result to the rank that works on it, if another one."""
         dst = self.place[self.targets.get(action, action).stage]  # if any, else here
         if dst == self.group.me:
             return super().send(action, result)
-        message = sendable(result, self.group).view(result.shape)
+        message = sendable(result, self.group).view(result.shape)  # or fails unseen
         self.senders[dst].submit(ranks.send, message, self.group.ranks[dst], self.group)
 
     def __exit__(self, _, error, traceback):
         """Tell all ranks how the step ended here, and hear how it ended there."""
         group, told = self.group, []
-        words = [*self.heard.values(), last_words(error, group.ranks[group.me])][0]
+        passed_on = next(iter(self.heard.values()), None)
+        words = passed_on or last_words(error, group.ranks[group.me])
         for dst in group.others:  # a thread ends with its Sender
             note, limit = {dst: f"0 {words}"}, group.deadline(None)  # 0: its number
             told.append(self.senders.pop(dst).submit(group.tell, note, [], limit))
-        for src in group.others:
-            with suppress(ranks.PeerError):  # its last words; or a rank is late
+        with suppress(ranks.PeerError):  # a rank is late, so the group is broken
+            for src in group.others:
                 while src not in self.heard:
                     self.next_from(src)  # what nobody needs any more
         wait(told, timeout=0.5 if group.broken else None)  # each has a limit
         failures = [text for text in (words, *self.heard.values()) if text != "done"]
-        group.broken = [*failures, group.broken][0]
+        group.broken = next(iter(failures), group.broken)
         if group.broken and not error:
             raise ranks.PeerError(group.broken)
 
 
 class DistributedPipeline:
-    """Like ``Pipeline``, between ranks; each keeps its own stages, on their devices."""
+    """Like ``Pipeline``, between ranks; each keeps its own stages, where they are."""
 
     def __init__(
         self, stages, criterion, m, schedule=one_f_one_b, count=None, group=None
@@ -282,7 +285,7 @@ class DistributedPipeline:
         All ranks pass a batch, of which the first stage uses X, and the last one y.
         """
         with calling("step", self.group, None) as call:
-            X_parts, stages, losses = begin(self, X, y)
+            X_parts, stages, losses = prepare(self, X, y)
             call.agree(f"{len(X)} rows")
         with Mail(self.orders, X_parts, self.group, self.device) as mail:
             run_actions(self.orders[self.group.me], stages, mail)
