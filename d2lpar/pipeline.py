@@ -237,22 +237,23 @@ class Mail(LocalMail, AbstractContextManager):
         dst = self.place[self.targets.get(action, action).stage]  # if any, else here
         if dst == self.group.me:
             return super().send(action, result)
-        message = sendable(result, self.group).view(result.shape)  # or fails unseen
+        # what cannot be sent fails here, and not unseen in the thread
+        message = sendable(result, self.group).view(result.shape)
         self.senders[dst].submit(ranks.send, message, self.group.ranks[dst], self.group)
 
     def __exit__(self, _, error, traceback):
         """Tell all ranks how the step ended here, and hear how it ended there."""
-        group, told = self.group, []
+        group, limit, told = self.group, self.group.deadline(None), []
         passed_on = next(iter(self.heard.values()), None)
         words = passed_on or last_words(error, group.ranks[group.me])
         for dst in group.others:  # a thread ends with its Sender
-            note, limit = {dst: f"0 {words}"}, group.deadline(None)  # 0: its number
+            note = {dst: f"0 {words}"}  # notes begin with a number
             told.append(self.senders.pop(dst).submit(group.tell, note, [], limit))
         with suppress(ranks.PeerError):  # a rank is late, so the group is broken
             for src in group.others:
                 while src not in self.heard:
                     self.next_from(src)  # what nobody needs any more
-        wait(told, timeout=0.5 if group.broken else None)  # each has a limit
+        wait(told, timeout=0.5 if group.broken else None)  # a late rank takes nothing
         failures = [text for text in (words, *self.heard.values()) if text != "done"]
         group.broken = next(iter(failures), group.broken)
         if group.broken and not error:
