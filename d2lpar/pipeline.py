@@ -142,9 +142,9 @@ class LocalMail:
 
 def prepare(pipeline, X, y):
     """Return X in micro-batches, stages, and the list to which losses are added."""
-    m, rows = pipeline.m, f"X has {len(X)} rows and y has {len(y)}"
+    m, found = pipeline.m, f"X has {len(X)} rows and y has {len(y)}"
     if len(X) != len(y) or len(X) < m:
-        raise ValueError(f"{rows}: both need the same number, at least {m}")
+        raise ValueError(f"{found}: both need the same number, at least {m}")
     y_parts, losses = y.tensor_split(m), []
     divisor = pipeline.count(y) if pipeline.count else 1
 
@@ -234,7 +234,7 @@ class Mail(LocalMail, AbstractContextManager):
 
     def send(self, action, result):
         """Let a thread send a result to the rank that works on it, if another one."""
-        dst = self.place[self.targets.get(action, action).stage]  # if any, else here
+        dst = self.place[self.targets.get(action, action).stage]  # no reader: here
         if dst == self.group.me:
             return super().send(action, result)
         # what cannot be sent fails here, and not unseen in the thread
@@ -253,7 +253,8 @@ class Mail(LocalMail, AbstractContextManager):
             for src in group.others:
                 while src not in self.heard:
                     self.next_from(src)  # what nobody needs any more
-        wait(told, timeout=0.5 if group.broken else None)  # a late rank takes nothing
+        seconds = 0.5 if group.broken else None  # a late rank takes nothing
+        wait(told, seconds)  # each has a limit
         failures = [text for text in (words, *self.heard.values()) if text != "done"]
         group.broken = next(iter(failures), group.broken)
         if group.broken and not error:
