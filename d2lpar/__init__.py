@@ -14,7 +14,7 @@ from .collectives import (
     reduce_scatter,
     ring_allreduce,
 )
-from .data import DataError, load_data_fashion_mnist
+from .data import DataError, load_book, load_data_fashion_mnist, text_batch
 from .data_parallel import DataParallel, gather, parallel_apply, replicate, scatter
 from .ddp import DistributedDataParallel, NaiveDistributedDataParallel
 from .devices import (
@@ -73,6 +73,8 @@ from .sharding import (
 from .tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
+    cut_layers,
     vocab_parallel_cross_entropy,
 )
 from .training import (

@@ -1,4 +1,4 @@
-"""Fashion-MNIST as tensors, checked by their SHA-256, and minibatches of them.
+"""Fashion-MNIST and the book's own text as tensors, checked by their SHA-256.
 
 The files of data/ are in MNIST's IDX format: two zero bytes, the kind of the elements,
 the number of dimensions, each dimension as a big-endian uint32, then the elements. The
@@ -31,9 +31,11 @@ t10k-images-idx3 5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37
 t10k-labels-idx1 0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34
 """.strip().splitlines()
 )
+# The text of book.txt: the chapters' Markdown of November 2026, which stays as it is
+BOOK = "ed7ad9dea3829110a408957b30f712c6e560d42dc570523dded82156a5b34efa"
 # The address that https://github.com/zalandoresearch/fashion-mnist names: no https
 ADDRESS = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
-REMEDY = "Restore it with git checkout data/, or fetch it with python -m d2lpar"
+REMEDY = "Restore it with git checkout data/, or fetch the images with python -m d2lpar"
 REMEDY += " --download. D2LPAR_DATA may name another folder."
 
 
@@ -41,14 +43,20 @@ class DataError(ValueError):
     """A data file is missing or wrong; the message names the file and what to do."""
 
 
-def read_idx(path: Path, sha256: str) -> torch.Tensor:
-    """Read a gzipped IDX file of unsigned bytes; raise DataError if it is not whole."""
+def read_whole(path: Path, sha256: str, unpack=gzip.decompress) -> bytearray:
+    """Return what a file holds, unpacked; raise DataError if it is not whole."""
     try:
-        content = bytearray(gzip.decompress(path.read_bytes()))
+        content = bytearray(unpack(path.read_bytes()))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}). {REMEDY}") from None
     if (found := hashlib.sha256(content).hexdigest()) != sha256:
         raise DataError(f"{path} has the SHA-256 {found}, not {sha256}. {REMEDY}")
+    return content
+
+
+def read_idx(path: Path, sha256: str) -> torch.Tensor:
+    """Read a gzipped IDX file of unsigned bytes."""
+    content = read_whole(path, sha256)
     num_dims = content[3]
     shape = struct.unpack_from(f">{num_dims}I", content, 4)
     values = torch.frombuffer(content, dtype=torch.uint8)
@@ -93,15 +101,37 @@ def load_data_fashion_mnist(
     its parent. ``seed`` is that of the order. The data set lives on ``device``, by
     default the first GPU, else the CPU.
     """
-    folder = Path(root or os.environ.get("D2LPAR_DATA") or _find_data())
+    folder = _find_data(root)
     device = try_gpu() if device is None else as_device(device)
     parts = [read_idx(folder / f"{n}-ubyte.gz", s).to(device) for n, s in FILES.items()]
     train, test = parts[:2], parts[2:]
     return Minibatches(*train, batch_size, seed), Minibatches(*test, batch_size, seed)
 
 
-def _find_data() -> Path:
-    """Return the first folder with the data, or data/ of the working directory."""
+def load_book(root: str | Path | None = None) -> tuple[torch.Tensor, str]:
+    """Return the book's own text as numbers, and the kinds of characters in it.
+
+    A character's number is its place in ``kinds``. ``root`` as for the images.
+    """
+    text = read_whole(_find_data(root) / "book.txt", BOOK, unpack=bytes).decode()
+    kinds = "".join(sorted(set(text)))
+    number = {kind: i for i, kind in enumerate(kinds)}
+    return torch.tensor([number[character] for character in text]), kinds
+
+
+def text_batch(
+    tokens: torch.Tensor, n: int, length: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``n`` random pieces of a text, (n, length), and the tokens that follow."""
+    starts = torch.randint(len(tokens) - length, (n, 1), generator=generator)
+    pieces = tokens[starts + torch.arange(length + 1)]
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def _find_data(root: str | Path | None) -> Path:
+    """Return the folder that is named, else the first one with the data."""
+    if named := root or os.environ.get("D2LPAR_DATA"):
+        return Path(named)
     folders = [Path(__file__).parents[1] / "data", Path("data"), Path("../data")]
     return next(
         (f for f in folders if (f / "train-images-idx3-ubyte.gz").exists()), folders[1]

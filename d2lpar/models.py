@@ -1,11 +1,11 @@
-"""Networks as lists of layers, to be cut: LeNet, a ResNet, a small transformer.
+"""Networks as lists of layers, to be cut: LeNet, a ResNet, a small GPT.
 
 Each is an ``nn.Sequential`` that takes one tensor and returns the logits. ``Copy`` and
 ``Sum`` do nothing: they mark where a split inside layers would send something
-(``tensor_parallel``'s ``copy_to_group`` and ``reduce_from_group``). The ResNet is He et
-al., "Deep Residual Learning for Image Recognition" (2016), with Dive into Deep
-Learning's stem for small images; the transformer is like GPT-2 (Radford et al., 2019),
-without dropout and with its own head.
+(``tensor_parallel``'s copy and sum). The ResNet is He et al., "Deep Residual Learning
+for Image Recognition" (2016), with Dive into Deep Learning's stem for small images. The
+GPT is GPT-2 (Radford et al., 2019) without dropout, and its head has its own weight;
+chapter 14 shows it.
 """
 
 from collections.abc import Callable
@@ -101,60 +101,62 @@ class Residual(nn.Module):
         return F.relu(self.convolutions(X) + self.shortcut(X))
 
 
-def transformer(
-    vocab_size=8192, width=256, num_heads=4, num_blocks=8, length=128
-) -> nn.Sequential:
-    """Return a decoder: tokens (n, length) to logits (n, length, vocab_size)."""
-    head = nn.Sequential(
-        nn.LayerNorm(width), Copy(), nn.Linear(width, vocab_size, bias=False)
-    )
-    blocks = [Block(width, num_heads) for _ in range(num_blocks)]
-    return nn.Sequential(Embedding(vocab_size, width, length), *blocks, head)
+def gpt(num_tokens, width=128, num_heads=4, num_blocks=4, length=64) -> nn.Sequential:
+    """Return a decoder: tokens (n, length) to logits (n, length, num_tokens)."""
+    layers = [Embedding(num_tokens, width, length)]
+    layers += [Block(width, num_heads) for _ in range(num_blocks)]
+    return nn.Sequential(*layers, Head(num_tokens, width))
 
 
 class Embedding(nn.Module):
-    """A vector per token and one per position: (n, length) to (n, length, width)."""
+    """A vector per token plus one per position: (n, length) to (n, length, width)."""
 
-    def __init__(self, vocab_size: int, width: int, length: int):
+    def __init__(self, num_tokens, width, length):
         super().__init__()
-        self.tokens = nn.Embedding(vocab_size, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
+        self.tokens = nn.Embedding(num_tokens, width)
+        self.positions = nn.Embedding(length, width)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return (n, length, width)."""
-        return self.tokens(tokens) + self.positions[: tokens.shape[1]]
+    def forward(self, tokens):
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.tokens(tokens) + self.positions(positions)
 
 
 class Block(nn.Module):
-    """Causal attention and MLP, each plus its input: (n, length, width) to the same."""
+    """Attention and MLP, each added to its input: (n, length, width) to the same."""
 
-    def __init__(self, width: int, num_heads: int):
+    def __init__(self, width, num_heads):
         super().__init__()
-        attention = Attention(width, num_heads)
-        mlp = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        self.attention = nn.Sequential(nn.LayerNorm(width), Copy(), attention, Sum())
-        self.mlp = nn.Sequential(nn.LayerNorm(width), Copy(), *mlp, Sum())
+        layers = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, num_heads)
+        self.norm2, self.mlp = nn.LayerNorm(width), nn.Sequential(*layers)
 
-    def forward(self, X: torch.Tensor) -> torch.Tensor:
-        """Return (n, length, width)."""
-        X = X + self.attention(X)
-        return X + self.mlp(X)
+    def forward(self, X):
+        X = X + self.attention(self.norm1(X))
+        return X + self.mlp(self.norm2(X))
 
 
 class Attention(nn.Module):
     """Each position sees itself and those before it: (n, length, width) to the same."""
 
-    def __init__(self, width: int, num_heads: int):
+    def __init__(self, width, num_heads):
         super().__init__()
-        self.num_heads = num_heads
-        self.queries_keys_values = nn.Linear(width, 3 * width)
+        if width % num_heads:
+            raise ValueError(f"width {width} is no multiple of {num_heads} heads")
+        self.head_width = width // num_heads
+        self.inputs = nn.Linear(width, 3 * width)  # outputs: q, k, v of head 0, of 1, …
         self.output = nn.Linear(width, width)
 
-    def forward(self, X: torch.Tensor) -> torch.Tensor:
-        """Return (n, length, width)."""
-        n, length, width = X.shape
-        heads = self.queries_keys_values(X).view(n, length, 3, self.num_heads, -1)
-        # each (n, num_heads, length, width / num_heads)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
+    def forward(self, X):
+        heads = self.inputs(X).unflatten(-1, (-1, 3, self.head_width))
+        q, k, v = heads.permute(3, 0, 2, 1, 4)  # each (n, heads, length, head_width)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.output(mixed.transpose(1, 2).reshape(n, length, width))
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class Head(nn.Sequential):
+    """LayerNorm, then the next token's logits: width to num_tokens numbers each."""
+
+    def __init__(self, num_tokens, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.logits = nn.Linear(width, num_tokens, bias=False)

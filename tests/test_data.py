@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from d2lpar import DataError, data, load_data_fashion_mnist
-from d2lpar.data import Minibatches, read_idx
+from d2lpar.data import Minibatches, load_book, read_idx, text_batch
 
 IMAGES = torch.arange(2 * 3 * 4, dtype=torch.uint8).reshape(2, 3, 4)
 HEADER = struct.pack(">4B3I", 0, 0, 8, 3, *IMAGES.shape)
@@ -68,6 +68,18 @@ def test_fashion_mnist_is_whole():
     assert (X.shape, X.dtype) == ((256, 1, 28, 28), torch.float32)
     assert (y.shape, y.dtype) == ((256,), torch.int64)
     assert len(others[-1][0]) == 10_000 % 256 and X.min() == 0 and X.max() == 1
+
+
+def test_the_books_text_is_whole_and_pieces_of_it_are_followed_by_their_next(tmp_path):
+    tokens, kinds = load_book()
+    assert (len(tokens), len(kinds)) == (264_704, 119)
+    assert "".join(kinds[i] for i in tokens[:13]) == "# 1. Three wa"
+    X, y = text_batch(torch.arange(9), 200, 6, torch.Generator().manual_seed(0))
+    assert X.shape == (200, 6) and torch.equal(y, X + 1)
+    assert X.min() == 0 and y.max() == 8
+    (tmp_path / "book.txt").write_bytes(b"another")
+    with pytest.raises(DataError, match=r"book.txt has the SHA-256 .*git checkout"):
+        load_book(tmp_path)
 
 
 def test_each_pass_has_every_example_once_in_another_order():

@@ -21,7 +21,7 @@ from d2lpar import (
     round_to_fp8,
 )
 from d2lpar.mixed_precision import FULL, FULL_ON_GPUS, LEVELS, LOW, LOW_DTYPES
-from d2lpar.models import lenet_layers, resnet, transformer
+from d2lpar.models import gpt, lenet_layers, resnet
 
 each_dtype = pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
 each_device = pytest.mark.parametrize(
@@ -31,7 +31,7 @@ IMAGES, TOKENS = torch.rand(4, 1, 28, 28), torch.arange(24).reshape(2, 12)
 NETWORKS = {
     "LeNet": (lenet_layers, IMAGES),
     "ResNet": (partial(resnet, (8, 16)), IMAGES),
-    "transformer": (partial(transformer, 32, 16, 2, 2, 12), TOKENS),
+    "transformer": (partial(gpt, 32, 16, 2, 2, 12), TOKENS),
 }
 
 

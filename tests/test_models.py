@@ -8,14 +8,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from d2lpar import init_params, lenet
-from d2lpar.models import Copy, Residual, Sum, lenet_layers, resnet, transformer
+from d2lpar.models import Copy, Residual, Sum, gpt, lenet_layers, resnet
 
 SMALL = {"width": 16, "num_heads": 4, "num_blocks": 2, "length": 6}
-small_transformer = partial(transformer, 50, **SMALL)
+small_gpt = partial(gpt, 50, **SMALL)
 MODELS = {
     "lenet": (lenet_layers, torch.rand(3, 1, 28, 28), (3, 10)),
     "resnet": (lambda: resnet((4, 8)), torch.rand(3, 1, 28, 28), (3, 10)),
-    "transformer": (small_transformer, torch.randint(50, (3, 6)), (3, 6, 50)),
+    "gpt": (small_gpt, torch.randint(50, (3, 6)), (3, 6, 50)),
 }
 
 
@@ -29,7 +29,7 @@ def test_a_model_is_a_list_of_layers_that_sums_what_it_copied(make, X, shape):
     for layer in model:
         X = layer(X)
     assert X.shape == shape
-    assert marks and marks == ([Copy, Sum] * len(marks))[: len(marks)]
+    assert marks == ([Copy, Sum] * len(marks))[: len(marks)]
     X.square().mean().backward()
     assert all(param.grad is not None for param in model.parameters())
 
@@ -69,20 +69,28 @@ def test_a_residual_block_adds_its_input(out_channels, stride):
     torch.testing.assert_close(block(X), expected)
 
 
-def test_the_blocks_of_the_transformer_are_torchs():
-    model, tokens = small_transformer(), torch.randint(50, (3, 5))
+def test_a_gpt_computes_what_torchs_layers_compute():
+    model, tokens = small_gpt(), torch.randint(50, (3, 5))
     embedding, *blocks, head = model
-    X = embedding.tokens.weight[tokens] + embedding.positions[:5]
+    X = embedding.tokens.weight[tokens] + embedding.positions.weight[:5]
     mask = nn.Transformer.generate_square_subsequent_mask(5)
     for block in blocks:
-        norms = block.attention[0], block.mlp[0]
-        for norm in norms:
+        for norm in (block.norm1, block.norm2):
             nn.init.normal_(norm.weight)
-        own = [*block.attention[2].parameters(), *block.mlp[2:].parameters()]
-        own += [param for norm in norms for param in norm.parameters()]
+        inputs, output = block.attention.inputs, block.attention.output
+        # ours are ordered by head, then q, k, v; torch's the other way round
+        own = [p.unflatten(0, (4, 3, 4)).transpose(0, 1) for p in inputs.parameters()]
+        own += [*output.parameters(), *block.mlp.parameters()]
+        own += [*block.norm1.parameters(), *block.norm2.parameters()]
         options = {"activation": F.gelu, "batch_first": True, "norm_first": True}
         torchs = nn.TransformerEncoderLayer(16, 4, 64, dropout=0.0, **options)
         for param, value in zip(torchs.parameters(), own, strict=True):
-            param.data.copy_(value)
+            param.data.copy_(value.reshape(param.shape))
         X = torchs(X, mask, is_causal=True)
-    torch.testing.assert_close(model(tokens), head(X))
+    logits = F.linear(head.norm(X), head.logits.weight)
+    torch.testing.assert_close(model(tokens), logits)
+
+
+def test_heads_that_do_not_divide_the_width_are_an_error():
+    with pytest.raises(ValueError, match="width 30 is no multiple of 4 heads"):
+        gpt(50, width=30)

@@ -6,8 +6,6 @@ Ranks in rows and columns.
 import torch
 import torch.distributed as dist
 
-Group = dist.ProcessGroup | None  # None: all ranks
-
 
 def make_grid(
     num_rows: int, num_columns: int

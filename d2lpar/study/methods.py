@@ -22,14 +22,13 @@ from .. import ranks
 from ..data_parallel import DataParallel
 from ..ddp import DistributedDataParallel
 from ..devices import count_bytes
-from ..guards import checked
 from ..memory import peak_memory
 from ..mixed_precision import autocast
 from ..models import lenet_layers
 from ..pipeline import DistributedPipeline, cut
 from ..schedules import cost, ring, star
 from ..sharding import ShardedOptimizer, fully_shard
-from ..tensor_parallel.layers import TensorParallelLeNet
+from .layers import TensorParallelLeNet
 from .splits import profile
 
 ALONE = "one device", "DataParallel"  # in one process: rank 0 works, the others wait
@@ -62,16 +61,6 @@ class Counts(NamedTuple):
     peak: int | None
 
 
-def _check_make(name, X, **_) -> None:
-    if name not in (*METHODS, EACH):
-        raise ValueError(f"there is no method {name!r}, but {', '.join(METHODS)}")
-    if len(X) % dist.get_world_size():
-        raise ValueError(
-            f"{len(X)} rows cannot be split evenly over {dist.get_world_size()} ranks"
-        )
-
-
-@checked(_check_make)
 def make(
     name: str, X: torch.Tensor, y: torch.Tensor, region: autocast | None = None
 ) -> Method | None:
@@ -83,6 +72,10 @@ def make(
     compute in ``region``, or float32.
     """
     rank, k = dist.get_rank(), dist.get_world_size()
+    if name not in (*METHODS, EACH):
+        raise ValueError(f"there is no method {name!r}, but {', '.join(METHODS)}")
+    if len(X) % k:
+        raise ValueError(f"{len(X)} rows cannot be split evenly over {k} ranks")
     if name in ALONE and rank:
         return None
     region = region or autocast(enabled=False)

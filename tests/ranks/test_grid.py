@@ -20,7 +20,7 @@ from d2lpar import (
     ranks,
 )
 from d2lpar.ranks._old import make_grid
-from d2lpar.tensor_parallel.layers import TensorParallelLeNet
+from d2lpar.study.layers import TensorParallelLeNet
 
 STEPS, LR, ROWS = 5, 0.1, 16
 LENET_CUTS = (
