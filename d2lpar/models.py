@@ -141,7 +141,7 @@ class Attention(nn.Module):
     def __init__(self, width, num_heads):
         super().__init__()
         if width % num_heads:
-            raise ValueError(f"width {width} is no multiple of {num_heads} heads")
+            raise ValueError(f"width {width} is not a multiple of {num_heads} heads")
         self.head_width = width // num_heads
         self.inputs = nn.Linear(width, 3 * width)  # outputs: q, k, v of head 0, of 1, …
         self.output = nn.Linear(width, width)

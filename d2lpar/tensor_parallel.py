@@ -6,6 +6,8 @@ file. Sources: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reduci
 Activation Recomputation in Large Transformer Models" (2022).
 """
 
+from copy import deepcopy
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -23,7 +25,7 @@ class Copy(torch.autograd.Function):
     def forward(ctx, X, group):
         """Return ``X``. Nothing is sent."""
         ctx.group = group
-        return X.view_as(X)
+        return X
 
     @staticmethod
     def backward(ctx, grad):
@@ -37,7 +39,7 @@ class Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, X, group):
         """Return the sum."""
-        ctx.group, total = group, X.clone(memory_format=torch.contiguous_format)
+        ctx.group, total = group, X.clone()
         ranks.allreduce(total, group=group)
         return total
 
@@ -82,10 +84,9 @@ class Scatter(torch.autograd.Function):
 
 def even_share(number, what, group):
     """Return how many of ``number`` heads, features or tokens each rank has."""
-    each, rest = divmod(number, group.size)
-    if rest:
+    if number % group.size:
         raise ValueError(f"{number} {what} cannot be divided among {group.size} ranks")
-    return each
+    return number // group.size
 
 
 def own_part(tensor, dim, group, what="features"):
@@ -119,8 +120,7 @@ class ColumnParallelLinear(nn.Module):
         """Return this rank's outputs."""
         if not self.sequence:
             return self.columns(X, Copy)
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        return checkpoint(self.columns, X, Gather, **options)
+        return checkpoint(self.columns, X, Gather, use_reentrant=False)
 
     def columns(self, X, enter):
         """Return this rank's outputs of the tokens that ``enter`` makes of ``X``."""
@@ -130,15 +130,14 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """``whole``, an nn.Linear, of this rank's inputs: (…, own inputs) to (…, out).
 
-    The bias is whole, and added once, to the sum. With ``sequence``, the result has
-    only this rank's tokens.
+    The bias is added once, to the sum. With ``sequence``, that has own tokens only.
     """
 
     def __init__(self, whole, group=None, sequence=False):
         super().__init__()
         self.group, self.leave = ranks.group_of(group), Scatter if sequence else Sum
         self.weight = nn.Parameter(own_part(whole.weight, 1, self.group))
-        self.bias = whole.bias
+        self.bias = deepcopy(whole.bias)
         if sequence and whole.bias is not None:
             sum_gradients([self.bias], self.group)
 
@@ -159,8 +158,8 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens):
         """Return the tokens' vectors; each comes from the one rank that has it."""
         place, is_own = own_places(tokens, len(self.weight), self.group)
-        vectors = F.embedding(place, self.weight) * is_own[..., None]
-        return self.leave.apply(vectors, self.group)
+        own = torch.where(is_own[..., None], F.embedding(place, self.weight), 0)
+        return self.leave.apply(own, self.group)
 
 
 def own_places(tokens, n, group):
@@ -168,9 +167,7 @@ def own_places(tokens, n, group):
     num_tokens, place = n * group.size, tokens - group.me * n
     wrong = tokens[(tokens < 0) | (tokens >= num_tokens)]
     if len(wrong):
-        raise ValueError(
-            f"token {wrong[0]} is none of those from 0 to {num_tokens - 1}"
-        )
+        raise ValueError(f"token {wrong[0]} is not between 0 and {num_tokens - 1}")
     is_own = (place >= 0) & (place < n)
     return torch.where(is_own, place, 0), is_own
 
@@ -185,7 +182,7 @@ def vocab_parallel_cross_entropy(logits, target, group=None):
     largest = logits.detach().amax(-1)
     ranks.allreduce(largest, op="max", group=group)
     shifted = logits - largest[..., None]  # so that no exponential is over 1
-    picked = shifted.gather(-1, place[..., None])[..., 0] * is_own
+    picked = torch.where(is_own, shifted.gather(-1, place[..., None])[..., 0], 0)
     sums = Sum.apply(torch.stack([shifted.exp().sum(-1), picked]), group)  # (2, …)
     return (sums[0].log() - sums[1]).mean()
 
@@ -193,13 +190,16 @@ def vocab_parallel_cross_entropy(logits, target, group=None):
 def cut_layers(model, group=None, sequence=False):
     """Cut a GPT, or some of its layers, in place; return it, with rank 0's weights.
 
-    With ``sequence``, each rank has only its own tokens between layers that are cut.
+    All ranks call it with the same tokens. With ``sequence``, they have only their own
+    between the layers that are cut: a Block takes and returns (n, length / k, width).
     """
     group = ranks.group_of(group)
-    share(model.parameters(), group)
     for part in model.modules():
         if isinstance(part, Attention):
             even_share(part.output.in_features // part.head_width, "heads", group)
+        elif isinstance(part, Head):
+            even_share(part.logits.out_features, "tokens", group)
+    share(model.parameters(), group)
     for part in list(model.modules()):
         if isinstance(part, Attention):
             part.inputs = ColumnParallelLinear(part.inputs, group, sequence)
@@ -213,9 +213,8 @@ def cut_layers(model, group=None, sequence=False):
                 part.positions.register_forward_pre_hook(
                     lambda _, args: own_part(args[0], 0, group, "tokens")
                 )
-                sum_gradients(part.positions.parameters(), group)
         elif isinstance(part, Head):
             part.logits = ColumnParallelLinear(part.logits, group, sequence)
-        elif isinstance(part, nn.LayerNorm) and sequence:
+        elif isinstance(part, nn.LayerNorm | nn.Embedding) and sequence:
             sum_gradients(part.parameters(), group)
     return model

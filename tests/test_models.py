@@ -92,5 +92,5 @@ def test_a_gpt_computes_what_torchs_layers_compute():
 
 
 def test_heads_that_do_not_divide_the_width_are_an_error():
-    with pytest.raises(ValueError, match="width 30 is no multiple of 4 heads"):
+    with pytest.raises(ValueError, match="width 30 is not a multiple of 4 heads"):
         gpt(50, width=30)

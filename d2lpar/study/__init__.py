@@ -1,7 +1,7 @@
 """What only notebooks use: they measure and predict. Read the files in any order.
 
-``layers`` are networks that are cut over ranks, ``splits`` predicts a step in each split
-of a network, ``methods`` puts all methods of the book side by side, and ``checks`` says
+``layers`` are networks that are cut over ranks, ``splits`` predicts a step in each way
+to split one, ``methods`` puts all methods of the book side by side, and ``checks`` says
 whether an exercise is solved.
 """
 
