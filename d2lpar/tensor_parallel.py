@@ -6,8 +6,6 @@ file. Sources: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reduci
 Activation Recomputation in Large Transformer Models" (2022).
 """
 
-from copy import deepcopy
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -71,7 +69,6 @@ class Scatter(torch.autograd.Function):
     def forward(ctx, X, group):
         """Return this rank's tokens of the sum."""
         ctx.group = group
-        even_share(X.shape[1], "tokens", group)
         rows = X.transpose(0, 1).clone(memory_format=torch.contiguous_format)
         own = ranks.reduce_scatter(rows, group=group)  # a view: it keeps all rows alive
         return own.transpose(0, 1).clone()
@@ -95,9 +92,16 @@ def own_part(tensor, dim, group, what="features"):
     return tensor.detach().narrow(dim, group.me * n, n).clone()
 
 
+def own_param(param, dim, group, what="features"):
+    """Return this rank's part of a parameter as a new one; of None, None."""
+    if param is None:
+        return None
+    return nn.Parameter(own_part(param, dim, group, what), param.requires_grad)
+
+
 def sum_gradients(params, group):
-    """Add up all ranks' gradients of parameters that each uses for its tokens only."""
-    for param in params:
+    """Add up the gradients of parameters that each rank applies to its own tokens."""
+    for param in (param for param in params if param.requires_grad):
         param.register_hook(lambda grad: Sum.apply(grad, group))
 
 
@@ -105,16 +109,14 @@ class ColumnParallelLinear(nn.Module):
     """This rank's outputs of ``whole``, an nn.Linear: (…, in) to (…, own outputs).
 
     With ``sequence``, X has this rank's tokens, the result those of all. Autograd keeps
-    only the former, and gathers the others once more in backward.
+    only the former, and backward gathers all once more.
     """
 
     def __init__(self, whole, group=None, sequence=False):
         super().__init__()
         self.group, self.sequence = ranks.group_of(group), sequence
-        self.weight = nn.Parameter(own_part(whole.weight, 0, self.group))
-        self.bias = whole.bias
-        if whole.bias is not None:
-            self.bias = nn.Parameter(own_part(whole.bias, 0, self.group))
+        self.weight = own_param(whole.weight, 0, self.group)
+        self.bias = own_param(whole.bias, 0, self.group)
 
     def forward(self, X):
         """Return this rank's outputs."""
@@ -130,14 +132,14 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """``whole``, an nn.Linear, of this rank's inputs: (…, own inputs) to (…, out).
 
-    The bias is added once, to the sum. With ``sequence``, that has own tokens only.
+    ``whole.bias`` is added once, to the sum; with ``sequence``, that of its own tokens.
     """
 
     def __init__(self, whole, group=None, sequence=False):
         super().__init__()
         self.group, self.leave = ranks.group_of(group), Scatter if sequence else Sum
-        self.weight = nn.Parameter(own_part(whole.weight, 1, self.group))
-        self.bias = deepcopy(whole.bias)
+        self.weight = own_param(whole.weight, 1, self.group)
+        self.bias = whole.bias
         if sequence and whole.bias is not None:
             sum_gradients([self.bias], self.group)
 
@@ -153,7 +155,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, whole, group=None, sequence=False):
         super().__init__()
         self.group, self.leave = ranks.group_of(group), Scatter if sequence else Sum
-        self.weight = nn.Parameter(own_part(whole.weight, 0, self.group, "tokens"))
+        self.weight = own_param(whole.weight, 0, self.group, "tokens")
 
     def forward(self, tokens):
         """Return the tokens' vectors; each comes from the one rank that has it."""
@@ -163,7 +165,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def own_places(tokens, n, group):
-    """Return where tokens stand among this rank's ``n``, and which of them do."""
+    """Return where tokens are among this rank's ``n``, and which of them it has."""
     num_tokens, place = n * group.size, tokens - group.me * n
     wrong = tokens[(tokens < 0) | (tokens >= num_tokens)]
     if len(wrong):
@@ -175,7 +177,7 @@ def own_places(tokens, n, group):
 def vocab_parallel_cross_entropy(logits, target, group=None):
     """Return ``F.cross_entropy``, the mean, of this rank's logits (…, own tokens).
 
-    ``target`` (…) is equal on all ranks. Three numbers of each travel, and no logits.
+    All ranks have the same ``target`` (…). For each, three numbers are combined.
     """
     group = ranks.group_of(group)
     place, is_own = own_places(target, logits.shape[-1], group)
@@ -197,8 +199,6 @@ def cut_layers(model, group=None, sequence=False):
     for part in model.modules():
         if isinstance(part, Attention):
             even_share(part.output.in_features // part.head_width, "heads", group)
-        elif isinstance(part, Head):
-            even_share(part.logits.out_features, "tokens", group)
     share(model.parameters(), group)
     for part in list(model.modules()):
         if isinstance(part, Attention):

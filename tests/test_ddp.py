@@ -295,7 +295,10 @@ def layers_that_send(columns, rank, k):
     me, share = dist.get_rank(row), dist.get_rank(column)
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), *mlp(8, 12, 3)).double()
-    cut = ColumnParallelLinear(8, 12, group=row), RowParallelLinear(12, 3, group=row)
+    cut = (
+        ColumnParallelLinear(nn.Linear(8, 12), row),
+        RowParallelLinear(nn.Linear(12, 3), row),
+    )
     own = nn.Sequential(*copy.deepcopy(whole[:2]), cut[0], nn.Tanh(), cut[1]).double()
     own = SyncBatchNorm.convert_sync_batchnorm(own, column)
 

@@ -158,6 +158,16 @@ def without_gradients_nothing_is_kept(rank, world_size):
         assert saved == 0 and not logits.requires_grad
 
 
+def what_is_frozen_stays_frozen(rank, world_size):
+    for sequence in BOTH:
+        model, (X, y) = small_gpt(), text()
+        model[1].requires_grad_(False)
+        model[2].norm1.requires_grad_(False)
+        frozen = [not param.requires_grad for param in model.parameters()]
+        vocab_parallel_cross_entropy(cut_layers(model, None, sequence)(X), y).backward()
+        assert [param.grad is None for param in model.parameters()] == frozen
+
+
 def losses_are_torchs(rank, world_size):
     """Also of huge logits, and with tokens, each rank's first one, that cannot be."""
     targets = torch.arange(1, 6), torch.tensor(17)
@@ -180,7 +190,7 @@ def what_does_not_divide_is_named_and_nothing_has_been_cut(rank, world_size):
     odd = gpt(24, width=24, num_heads=6, num_blocks=1, length=6)
     refused("6 heads cannot be divided among 4 ranks", cut_layers, odd)
     large = gpt(118, width=16, num_blocks=1)
-    refused("118 tokens cannot be divided among 4 ranks", cut_layers, large[1:])
+    refused("118 tokens cannot be divided among 4 ranks", cut_layers, large)
     for model in (odd, large):
         assert all(
             type(part).__module__ != cut_layers.__module__ for part in model.modules()
@@ -212,6 +222,7 @@ test_four_ranks = on_ranks(
         layers_are_those_of_one_process,
         training_parts_is_training_the_whole,
         without_gradients_nothing_is_kept,
+        what_is_frozen_stays_frozen,
         losses_are_torchs,
         what_does_not_divide_is_named_and_nothing_has_been_cut,
     ],

@@ -72,10 +72,7 @@ def make(
     compute in ``region``, or float32.
     """
     rank, k = dist.get_rank(), dist.get_world_size()
-    if name not in (*METHODS, EACH):
-        raise ValueError(f"there is no method {name!r}, but {', '.join(METHODS)}")
-    if len(X) % k:
-        raise ValueError(f"{len(X)} rows cannot be split evenly over {k} ranks")
+    _check(name, X, k)
     if name in ALONE and rank:
         return None
     region = region or autocast(enabled=False)
@@ -107,6 +104,13 @@ def make(
         return loss
 
     return Method(step, optimizer)
+
+
+def _check(name: str, X: torch.Tensor, k: int) -> None:
+    if name not in (*METHODS, EACH):
+        raise ValueError(f"there is no method {name!r}, but {', '.join(METHODS)}")
+    if len(X) % k:
+        raise ValueError(f"{len(X)} rows cannot be split evenly over {k} ranks")
 
 
 def _wrap(
