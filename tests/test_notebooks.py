@@ -188,13 +188,11 @@ def test_saved_cells_hold_what_the_module_holds():
 
 
 def methods(text):
-    """The code of functions and methods by name, without docstrings and guards."""
+    """The code of functions and methods by name, without docstrings."""
     tree, found = ast.parse(text), {}
     for node in ast.walk(tree):
         if isinstance(node, NAMED):
             node.body = node.body[ast.get_docstring(node) is not None :] or [ast.Pass()]
-            marks = node.decorator_list
-            node.decorator_list = [m for m in marks if "checked(" not in ast.unparse(m)]
     for node in (n for n in tree.body if isinstance(n, NAMED)):
         for part in node.body if isinstance(node, ast.ClassDef) else [node]:
             if isinstance(part, ast.FunctionDef):
@@ -214,7 +212,7 @@ def differing(nb, package=ROOT / "d2lpar"):
 def test_the_code_of_saved_cells_is_the_modules_before_they_are_word_for_word(tmp_path):
     for path in NOTEBOOKS:
         assert [*differing(nbformat.read(path, as_version=4))] == [], path.name
-    module = '@checked(r)\ndef area(r):\n    """Return it."""\n    return pi * r**2'
+    module = 'def area(r):\n    """Return it."""\n    return pi * r**2'
     (tmp_path / "shapes.py").write_text(module)
     for body, said in (("pi * r**2  # exact", []), ("pi * r**3", ["area.area"])):
         cell = new_code_cell(f"#@save shapes\ndef area(r):\n    return {body}")
