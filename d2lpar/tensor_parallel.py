@@ -1,9 +1,9 @@
 """Tensor parallelism: a GPT whose layers are cut over the ranks of a group.
 
-Attention is cut by heads, the MLP by hidden features, embedding and loss by vocabulary.
-Sequence parallelism also cuts what lies between them, by tokens. Chapter 14 writes this
-file. Sources: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models" (2022).
+Attention is cut by heads, the MLP by hidden features, embedding and loss by vocabulary,
+and with sequence parallelism all that lies between, by tokens. Chapter 14 writes this.
+Sources: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (2022).
 """
 
 import torch
@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from . import ranks
 from .ddp import share
-from .models import Attention, Block, Embedding, Head
+from .losses import wide
+from .models import Attention
 
 
 class Copy(torch.autograd.Function):
@@ -87,66 +88,56 @@ def even_share(number, what, group):
 
 
 def own_part(tensor, dim, group, what="features"):
-    """Return a copy of this rank's part of a tensor, cut along ``dim``."""
+    """Return this rank's part of a tensor, cut along ``dim``, as a view."""
     n = even_share(tensor.shape[dim], what, group)
-    return tensor.detach().narrow(dim, group.me * n, n).clone()
+    return tensor.narrow(dim, group.me * n, n)
 
 
 def own_param(param, dim, group, what="features"):
-    """Return this rank's part of a parameter as a new one; of None, None."""
-    if param is None:
-        return None
-    return nn.Parameter(own_part(param, dim, group, what), param.requires_grad)
+    """Return this rank's part of a parameter, as a new one."""
+    part = own_part(param.detach(), dim, group, what).clone()
+    return nn.Parameter(part, param.requires_grad)
 
 
-def sum_gradients(params, group):
-    """Add up the gradients of parameters that each rank applies to its own tokens."""
-    for param in (param for param in params if param.requires_grad):
-        param.register_hook(lambda grad: Sum.apply(grad, group))
+def gathered_linear(X, W, b, group):
+    """Return a linear layer's outputs of all ranks' tokens."""
+    return F.linear(Gather.apply(X, group), W, b)
 
 
 class ColumnParallelLinear(nn.Module):
     """This rank's outputs of ``whole``, an nn.Linear: (…, in) to (…, own outputs).
 
-    With ``sequence``, X has this rank's tokens, the result those of all. Autograd keeps
-    only the former, and backward gathers all once more.
+    With ``sequence``, from (n, length / k, in), and autograd keeps no more than that.
     """
 
     def __init__(self, whole, group=None, sequence=False):
         super().__init__()
         self.group, self.sequence = ranks.group_of(group), sequence
         self.weight = own_param(whole.weight, 0, self.group)
-        self.bias = own_param(whole.bias, 0, self.group)
+        self.bias = None if whole.bias is None else own_param(whole.bias, 0, self.group)
 
     def forward(self, X):
         """Return this rank's outputs."""
-        if not self.sequence:
-            return self.columns(X, Copy)
-        return checkpoint(self.columns, X, Gather, use_reentrant=False)
-
-    def columns(self, X, enter):
-        """Return this rank's outputs of the tokens that ``enter`` makes of ``X``."""
-        return F.linear(enter.apply(X, self.group), self.weight, self.bias)
+        W, b, group = self.weight, self.bias, self.group
+        if self.sequence:
+            return checkpoint(gathered_linear, X, W, b, group, use_reentrant=False)
+        return F.linear(Copy.apply(X, group), W, b)
 
 
 class RowParallelLinear(nn.Module):
-    """``whole``, an nn.Linear, of this rank's inputs: (…, own inputs) to (…, out).
-
-    ``whole.bias`` is added once, to the sum; with ``sequence``, that of its own tokens.
-    """
+    """``whole``, an nn.Linear, of this rank's inputs: (…, own inputs) to (…, out)."""
 
     def __init__(self, whole, group=None, sequence=False):
         super().__init__()
-        self.group, self.leave = ranks.group_of(group), Scatter if sequence else Sum
-        self.weight = own_param(whole.weight, 1, self.group)
-        self.bias = whole.bias
-        if sequence and whole.bias is not None:
-            sum_gradients([self.bias], self.group)
+        self.group, self.sequence = ranks.group_of(group), sequence
+        self.weight, self.bias = own_param(whole.weight, 1, self.group), whole.bias
 
     def forward(self, X):
-        """Return the sum of what all ranks make of their inputs, plus the bias."""
-        Y = self.leave.apply(F.linear(X, self.weight), self.group)
-        return Y if self.bias is None else Y + self.bias
+        """Return the sum over the ranks, with ``sequence`` of own tokens, plus bias."""
+        Y = F.linear(X, self.weight)
+        Y = (Scatter if self.sequence else Sum).apply(Y, self.group)
+        bias = Copy.apply(self.bias, self.group) if self.sequence else self.bias
+        return Y if bias is None else Y + bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -154,32 +145,38 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, whole, group=None, sequence=False):
         super().__init__()
-        self.group, self.leave = ranks.group_of(group), Scatter if sequence else Sum
+        self.group, self.sequence = ranks.group_of(group), sequence
         self.weight = own_param(whole.weight, 0, self.group, "tokens")
 
     def forward(self, tokens):
-        """Return the tokens' vectors; each comes from the one rank that has it."""
+        """Return all tokens' vectors, or those of own tokens (sequence)."""
         place, is_own = own_places(tokens, len(self.weight), self.group)
         own = torch.where(is_own[..., None], F.embedding(place, self.weight), 0)
-        return self.leave.apply(own, self.group)
+        return (Scatter if self.sequence else Sum).apply(own, self.group)
+
+
+class SequenceParallelNorm(nn.LayerNorm):
+    """A LayerNorm of this rank's tokens; its gradients are summed over the ranks."""
+
+    def forward(self, X):
+        """Normalise each token."""
+        params = [Copy.apply(param, self.group) for param in (self.weight, self.bias)]
+        return F.layer_norm(X, self.normalized_shape, *params, self.eps)
 
 
 def own_places(tokens, n, group):
     """Return where tokens are among this rank's ``n``, and which of them it has."""
-    num_tokens, place = n * group.size, tokens - group.me * n
-    wrong = tokens[(tokens < 0) | (tokens >= num_tokens)]
+    end, place = n * group.size, tokens - group.me * n
+    wrong = tokens[(tokens < 0) | (tokens >= end)]
     if len(wrong):
-        raise ValueError(f"token {wrong[0]} is not between 0 and {num_tokens - 1}")
+        raise ValueError(f"token {wrong[0]} is not between 0 and {end - 1}")
     is_own = (place >= 0) & (place < n)
     return torch.where(is_own, place, 0), is_own
 
 
 def vocab_parallel_cross_entropy(logits, target, group=None):
-    """Return ``F.cross_entropy``, the mean, of this rank's logits (…, own tokens).
-
-    All ranks have the same ``target`` (…). For each, three numbers are combined.
-    """
-    group = ranks.group_of(group)
+    """Return the mean loss, of this rank's logits (…, own tokens) and target (…)."""
+    group, logits = ranks.group_of(group), logits.to(wide(logits.dtype))
     place, is_own = own_places(target, logits.shape[-1], group)
     largest = logits.detach().amax(-1)
     ranks.allreduce(largest, op="max", group=group)
@@ -189,32 +186,34 @@ def vocab_parallel_cross_entropy(logits, target, group=None):
     return (sums[0].log() - sums[1]).mean()
 
 
-def cut_layers(model, group=None, sequence=False):
-    """Cut a GPT, or some of its layers, in place; return it, with rank 0's weights.
+PLAN = {
+    ColumnParallelLinear: ("inputs", "mlp.0", "logits"),
+    RowParallelLinear: ("output", "mlp.2"),
+    VocabParallelEmbedding: ("tokens",),
+}
 
-    All ranks call it with the same tokens. With ``sequence``, they have only their own
-    between the layers that are cut: a Block takes and returns (n, length / k, width).
+
+def cut_layers(model, group=None, sequence=False):
+    """Cut a GPT, or some of its layers, in place; return it. Tied weights are untied.
+
+    The weights are the first rank's. All ranks pass the same tokens. With ``sequence``
+    they have only their own between layers that are cut: (n, length / k, width).
     """
-    group = ranks.group_of(group)
-    for part in model.modules():
+    group, made = ranks.group_of(group), {}
+    share(model.parameters(), group)
+    for name, part in model.named_modules():
         if isinstance(part, Attention):
             even_share(part.output.in_features // part.head_width, "heads", group)
-    share(model.parameters(), group)
-    for part in list(model.modules()):
-        if isinstance(part, Attention):
-            part.inputs = ColumnParallelLinear(part.inputs, group, sequence)
-            part.output = RowParallelLinear(part.output, group, sequence)
-        elif isinstance(part, Block):
-            part.mlp[0] = ColumnParallelLinear(part.mlp[0], group, sequence)
-            part.mlp[2] = RowParallelLinear(part.mlp[2], group, sequence)
-        elif isinstance(part, Embedding):
-            part.tokens = VocabParallelEmbedding(part.tokens, group, sequence)
-            if sequence:
-                part.positions.register_forward_pre_hook(
-                    lambda _, args: own_part(args[0], 0, group, "tokens")
-                )
-        elif isinstance(part, Head):
-            part.logits = ColumnParallelLinear(part.logits, group, sequence)
-        elif isinstance(part, nn.LayerNorm | nn.Embedding) and sequence:
-            sum_gradients(part.parameters(), group)
+        for kind, endings in PLAN.items():
+            if name.endswith(endings):
+                made[name] = kind(part, group, sequence)
+    for name, layer in made.items():
+        model.set_submodule(name, layer)
+    for name, part in model.named_modules() if sequence else ():
+        if isinstance(part, nn.LayerNorm):
+            part.__class__, part.group = SequenceParallelNorm, group
+        elif name.endswith("positions"):
+            part.register_forward_hook(
+                lambda _, given, P: own_part(Copy.apply(P, group), 0, group, "tokens")
+            )
     return model

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from d2lpar import count_bytes, ranks
+from d2lpar import count_bytes, fully_shard, ranks
 from d2lpar.memory import saved_memory
 from d2lpar.models import Block, gpt
 from d2lpar.tensor_parallel import (
@@ -31,7 +31,6 @@ from d2lpar.tensor_parallel import (
     RowParallelLinear,
     Scatter,
     Sum,
-    VocabParallelEmbedding,
     cut_layers,
     vocab_parallel_cross_entropy,
 )
@@ -85,27 +84,32 @@ def numbers(rank, dtype):
 
 
 def what_goes_forward_in_one_function_comes_back_in_another(rank, world_size):
+    pairs = [(Copy, Sum), (Sum, Copy), (Gather, Scatter), (Scatter, Gather)]
     for group, dtype in product(groups_of(rank), (torch.float64, torch.bfloat16)):
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        everyone = [numbers(r, dtype) for r in members]
-        mine, total, joined = (
-            numbers(rank, dtype),
-            sum(everyone),
-            torch.cat(everyone, 1),
-        )
-        own = total.chunk(len(members), 1)[dist.get_rank(group)]
-        results = {Copy: mine, Sum: total, Gather: joined, Scatter: own}
-        for forward, back in ((Copy, Sum), (Sum, Copy), (Gather, Scatter)):
-            for function, other in ((forward, back), (back, forward)):
-                X = numbers(rank, dtype).requires_grad_()
-                Y = function.apply(
-                    X.T.contiguous().T, group_of := ranks.group_of(group)
-                )
-                assert torch.equal(Y, results[function]), function
+        group, mine = ranks.group_of(group), numbers(rank, dtype)
+        everyone = [numbers(r, dtype) for r in group.ranks]
+        results = {Copy: mine, Sum: sum(everyone), Gather: torch.cat(everyone, 1)}
+        results[Scatter] = results[Sum].chunk(group.size, 1)[group.me]
+        for forward, back in pairs:
+            for X in (numbers(rank, dtype), numbers(rank, dtype).T.contiguous().T):
+                Y = forward.apply(X.requires_grad_(), group)
+                assert torch.equal(Y, results[forward]), forward
+                assert torch.equal(X.detach(), mine), "the input was overwritten"
                 grad = torch.full_like(Y, rank + 1.0)
                 [X_grad] = torch.autograd.grad(Y, X, grad)
-                assert torch.equal(X_grad, other.apply(grad, group_of)), function
-                assert torch.equal(X.detach(), mine), "the input was overwritten"
+                assert torch.equal(X_grad, back.apply(grad, group)), forward
+                assert grad.eq(rank + 1).all(), "the gradient was overwritten"
+                assert Y.untyped_storage().nbytes() == Y.nbytes, "more is kept alive"
+
+
+def gradients_have_gradients(rank, world_size):
+    group, X = ranks.group_of(), randn(2, 4, seed=rank).requires_grad_()
+    Y = Sum.apply(Copy.apply(X, group).square(), group)
+    [X_grad] = torch.autograd.grad(Y.sum(), X, create_graph=True)
+    [second] = torch.autograd.grad(X_grad.square().sum(), X)
+    everyone = sum(randn(2, 4, seed=r) for r in range(world_size))
+    close(X_grad, 2 * everyone)  # of the sum of all squares, to what all ranks copied
+    close(second, 8 * world_size * everyone)
 
 
 # Layers and networks
@@ -115,18 +119,21 @@ def layers_are_those_of_one_process(rank, world_size):
     for group, bias in product(groups_of(rank), (True, False)):
         torch.manual_seed(1)
         whole = nn.Linear(8, 12, bias).double()
-        columns = ColumnParallelLinear(whole, group)
-        rows = RowParallelLinear(deepcopy(whole), group)
-        X, own = randn(2, 3, 8).requires_grad_(), randn(2, 3, 8).requires_grad_()
-        part_of_X = last(X, group)
-        Y, *outputs = whole(X), columns(own), rows(part_of_X)
-        for output in (Y, *outputs):
-            (output * part(randn(2, 3, 12, seed=2), output, group)).sum().backward()
+        X, weights = randn(2, 3, 8).requires_grad_(), randn(2, 3, 12, seed=2)
+        Y = whole(X)
+        (Y * weights).sum().backward()
+        for kind in (ColumnParallelLinear, RowParallelLinear):
+            layer = kind(deepcopy(whole), group)
+            given = (
+                X.detach().clone() if kind is ColumnParallelLinear else last(X, group)
+            )
+            output = layer(given.requires_grad_())
             close(output, part(Y, output, group))
-        close([own.grad, part_of_X.grad], [X.grad, part(X.grad, part_of_X, group)])
-        for layer in (columns, rows):
+            (output * part(weights, output, group)).sum().backward()
+            close(given.grad, part(X.grad, given, group))
             for param, other in zip(layer.parameters(), whole.parameters()):
                 close(param.grad, part(other.grad, param, group))
+                assert param.untyped_storage().nbytes() == param.nbytes, "all is kept"
 
 
 def training_parts_is_training_the_whole(rank, world_size):
@@ -158,22 +165,52 @@ def without_gradients_nothing_is_kept(rank, world_size):
         assert saved == 0 and not logits.requires_grad
 
 
-def what_is_frozen_stays_frozen(rank, world_size):
+def parameters_may_be_frozen_replaced_and_shared(rank, world_size):
+    """Before they are cut or afterwards: the gradients are those of one process."""
     for sequence in BOTH:
-        model, (X, y) = small_gpt(), text()
-        model[1].requires_grad_(False)
-        model[2].norm1.requires_grad_(False)
-        frozen = [not param.requires_grad for param in model.parameters()]
-        vocab_parallel_cross_entropy(cut_layers(model, None, sequence)(X), y).backward()
-        assert [param.grad is None for param in model.parameters()] == frozen
+        whole, (X, y) = small_gpt(), text()
+        for i, param in enumerate(whole.parameters()):
+            param.requires_grad_(i % 2 == 0)
+        whole[2].norm2.weight = whole[2].norm1.weight
+        ours = cut_layers(deepcopy(whole), None, sequence)
+        frozen = [not param.requires_grad for param in whole.parameters()]
+        assert [not param.requires_grad for param in ours.parameters()] == frozen
+        copies = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+        ours.load_state_dict(copies, assign=True)
+        ours[2].norm2.weight = ours[2].norm1.weight
+        for model in (ours, whole):
+            model.requires_grad_(True)
+        vocab_parallel_cross_entropy(ours(X), y).backward()
+        loss_of(whole(X), y).backward()
+        for p, q in zip(ours.parameters(), whole.parameters()):
+            close(p.grad, part(q.grad, p))
+
+
+def shards_and_layers_may_both_be_cut(rank, world_size):
+    """A GPT of two ranks whose parameters two more ranks share, with sequence."""
+    row, column = ranks.make_grid(2, 2)
+    for sequence in BOTH:
+        whole, (X, y) = small_gpt(), text()
+        ours = cut_layers(small_gpt(), row, sequence)
+        for layer in (*ours, ours):
+            fully_shard(layer, group=column)
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        vocab_parallel_cross_entropy(ours(X), y, row).backward()
+        optimizer.step()
+        loss_of(whole(X), y).backward()
+        for param in whole.parameters():
+            param.data -= 0.1 * param.grad
+        with torch.no_grad():
+            close(ours(X), part(whole(X), ours(X), row))
 
 
 def losses_are_torchs(rank, world_size):
     """Also of huge logits, and with tokens, each rank's first one, that cannot be."""
     targets = torch.arange(1, 6), torch.tensor(17)
     for group in groups_of(rank):
+        first = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
         for scale, y in product((1.0, 1e4), targets):
-            whole = scale * randn(*y.shape, TOKENS)
+            whole = scale * (10 * first + randn(*y.shape, TOKENS, seed=first))
             whole[..., ::6] = -torch.inf
             own, whole = last(whole, group), whole.requires_grad_()
             loss = vocab_parallel_cross_entropy(own, y, group)
@@ -181,48 +218,41 @@ def losses_are_torchs(rank, world_size):
             right = F.cross_entropy(whole.view(-1, TOKENS), y.view(-1))
             (2 * right).backward()
             close([loss, own.grad], [right, part(whole.grad, own, group)])
+    half = randn(5, TOKENS).bfloat16()  # computed in float32, as torch's autocast would
+    loss = vocab_parallel_cross_entropy(last(half, None), targets[0])
+    torch.testing.assert_close(loss, F.cross_entropy(half.float(), targets[0]))
 
 
 def what_does_not_divide_is_named_and_nothing_has_been_cut(rank, world_size):
     def refused(words, call, *args):
         assert attempt(call, *args)[:2] == ("ValueError", words)
 
+    parts, four = partial(map, type), "cannot be divided among 4 ranks"
     odd = gpt(24, width=24, num_heads=6, num_blocks=1, length=6)
-    refused("6 heads cannot be divided among 4 ranks", cut_layers, odd)
     large = gpt(118, width=16, num_blocks=1)
-    refused("118 tokens cannot be divided among 4 ranks", cut_layers, large)
-    for model in (odd, large):
-        assert all(
-            type(part).__module__ != cut_layers.__module__ for part in model.modules()
-        )
-    embedding, layer = nn.Embedding(118, 4), nn.Linear(6, 10)
-    refused(
-        "118 tokens cannot be divided among 4 ranks", VocabParallelEmbedding, embedding
-    )
-    refused("10 features cannot be divided among 4 ranks", ColumnParallelLinear, layer)
-    refused("6 features cannot be divided among 4 ranks", RowParallelLinear, layer)
-    cut = cut_layers(small_gpt(), None, True)
-    refused("6 tokens cannot be divided among 4 ranks", cut, text()[0][:, :6])
-    wrong = torch.tensor([[3, 24]])
-    refused("token 24 is not between 0 and 23", cut, wrong)
-    logits = torch.zeros(1, 2, 6)
-    refused(
-        "token -1 is not between 0 and 23",
-        vocab_parallel_cross_entropy,
-        logits,
-        -wrong // 24,
-    )
-    cut(text()[0])  # the group can still be used
+    for model, what in ((odd, "6 heads"), (large, "118 tokens")):
+        before = [*parts(model.modules())]
+        refused(f"{what} {four}", cut_layers, model)
+        assert [*parts(model.modules())] == before
+    refused(f"10 features {four}", ColumnParallelLinear, nn.Linear(6, 10))
+    refused(f"6 features {four}", RowParallelLinear, nn.Linear(6, 10))
+    cut, (X, y) = cut_layers(small_gpt(), None, True), text()
+    refused(f"6 tokens {four}", cut, X[:, :6])
+    refused("token 24 is not between 0 and 23", cut, torch.tensor([[3, 24]]))
+    loss = partial(vocab_parallel_cross_entropy, cut(X))  # the group can still be used
+    refused("token -1 is not between 0 and 23", loss, torch.where(y > 20, -1, y))
 
 
 test_four_ranks = on_ranks(
     4,
     [
         what_goes_forward_in_one_function_comes_back_in_another,
+        gradients_have_gradients,
         layers_are_those_of_one_process,
         training_parts_is_training_the_whole,
         without_gradients_nothing_is_kept,
-        what_is_frozen_stays_frozen,
+        parameters_may_be_frozen_replaced_and_shared,
+        shards_and_layers_may_both_be_cut,
         losses_are_torchs,
         what_does_not_divide_is_named_and_nothing_has_been_cut,
     ],

@@ -50,8 +50,8 @@ def cut_lenet(params, group=None):
     """Return this rank's part of LeNet's parameters; b2 and b4 are whole."""
     group, dims = ranks.group_of(group), (0, 0, 1, None, 1, 0, 0, None)
     own = [
-        param.detach().clone() if dim is None else own_part(param, dim, group)
-        for param, dim in zip(params, dims, strict=True)
+        (p if dim is None else own_part(p, dim, group)).detach().clone()
+        for p, dim in zip(params, dims, strict=True)
     ]
     for i in (0, 2):
         own[i] = own[i].to(memory_format=torch.channels_last)
