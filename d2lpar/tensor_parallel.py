@@ -100,7 +100,7 @@ def own_param(param, dim, group, what="features"):
 
 
 def gathered_linear(X, W, b, group):
-    """Return a linear layer's outputs of all ranks' tokens."""
+    """Return a linear layer's outputs for the tokens of all ranks."""
     return F.linear(Gather.apply(X, group), W, b)
 
 
@@ -119,7 +119,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, X):
         """Return this rank's outputs."""
         W, b, group = self.weight, self.bias, self.group
-        if self.sequence:  # W and b are arguments: sharded ones are gathered again, too
+        if self.sequence:  # what fully_shard has cut must be an argument: W and b
             return checkpoint(gathered_linear, X, W, b, group, use_reentrant=False)
         return F.linear(Copy.apply(X, group), W, b)
 
@@ -141,7 +141,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """``whole``, an nn.Embedding, of which this rank has some tokens' vectors."""
+    """``whole``, an nn.Embedding, of which this rank has a part of the vocabulary."""
 
     def __init__(self, whole, group=None, sequence=False):
         super().__init__()
@@ -149,7 +149,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = own_param(whole.weight, 0, self.group, "tokens")
 
     def forward(self, tokens):
-        """Return all tokens' vectors, or those of own tokens (sequence)."""
+        """Return (n, length, width), with ``sequence`` (n, length / k, width)."""
         place, is_own = own_places(tokens, len(self.weight), self.group)
         own = torch.where(is_own[..., None], F.embedding(place, self.weight), 0)
         return (Scatter if self.sequence else Sum).apply(own, self.group)
@@ -165,7 +165,7 @@ class SequenceParallelNorm(nn.LayerNorm):
 
 
 def own_places(tokens, n, group):
-    """Return where tokens are among this rank's ``n``, and which of them it has."""
+    """Return where tokens are in this rank's ``n`` of the vocabulary, and which are."""
     end, place = n * group.size, tokens - group.me * n
     wrong = tokens[(tokens < 0) | (tokens >= end)]
     if len(wrong):
@@ -175,7 +175,7 @@ def own_places(tokens, n, group):
 
 
 def vocab_parallel_cross_entropy(logits, target, group=None):
-    """Return the mean loss, of this rank's logits (…, own tokens) and target (…)."""
+    """Return the mean loss, of ``target`` (…) and this rank's part of the logits."""
     group, logits = ranks.group_of(group), logits.to(wide(logits.dtype))
     place, is_own = own_places(target, logits.shape[-1], group)
     largest = logits.detach().amax(-1)
@@ -194,7 +194,7 @@ PLAN = {
 
 
 def cut_layers(model, group=None, sequence=False):
-    """Cut a GPT, or some of its layers, in place; return it. Tied weights are untied.
+    """Cut a GPT, or some of its blocks, in place; return it. Tied weights are untied.
 
     The weights are the first rank's. All ranks pass the same tokens. With ``sequence``
     they have only their own between layers that are cut: (n, length / k, width).
