@@ -119,7 +119,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, X):
         """Return this rank's outputs."""
         W, b, group = self.weight, self.bias, self.group
-        if self.sequence:  # what fully_shard has cut must be an argument: W and b
+        if self.sequence:  # W and b are arguments, so fully_shard gathers them again
             return checkpoint(gathered_linear, X, W, b, group, use_reentrant=False)
         return F.linear(Copy.apply(X, group), W, b)
 
