@@ -49,7 +49,7 @@ class Sum(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Like Copy, from each rank's tokens, (n, length / k, …), to those of all."""
+    """Like Copy, but each rank begins with its tokens only, (n, length / k, …)."""
 
     @staticmethod
     def forward(ctx, X, group):
@@ -64,7 +64,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Like Sum, but each rank gets the sum of its tokens only, (n, length / k, …)."""
+    """Like Sum, but each rank ends with its tokens only, (n, length / k, …)."""
 
     @staticmethod
     def forward(ctx, X, group):
@@ -165,7 +165,7 @@ class SequenceParallelNorm(nn.LayerNorm):
 
 
 def own_places(tokens, n, group):
-    """Return where tokens are in this rank's ``n`` of the vocabulary, and which are."""
+    """Return each token's place among this rank's ``n``, and whether it has one."""
     end, place = n * group.size, tokens - group.me * n
     wrong = tokens[(tokens < 0) | (tokens >= end)]
     if len(wrong):
