@@ -109,14 +109,14 @@ def load_data_fashion_mnist(
 
 
 def load_book(root: str | Path | None = None) -> tuple[torch.Tensor, str]:
-    """Return the book's own text as numbers, and the kinds of characters in it.
+    """Return the book's own text as numbers, and its vocabulary: one of each character.
 
-    A character's number is its place in ``kinds``. ``root`` as for the images.
+    A character's number is its place in that. ``root`` as for the images.
     """
     text = read_whole(_find_data(root) / "book.txt", BOOK, unpack=bytes).decode()
-    kinds = "".join(sorted(set(text)))
-    number = {kind: i for i, kind in enumerate(kinds)}
-    return torch.tensor([number[character] for character in text]), kinds
+    vocab = "".join(sorted(set(text)))
+    number = {character: i for i, character in enumerate(vocab)}
+    return torch.tensor([number[character] for character in text]), vocab
 
 
 def text_batch(

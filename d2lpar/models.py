@@ -101,19 +101,19 @@ class Residual(nn.Module):
         return F.relu(self.convolutions(X) + self.shortcut(X))
 
 
-def gpt(num_tokens, width=128, num_heads=4, num_blocks=4, length=64) -> nn.Sequential:
-    """Return a decoder: tokens (n, length) to logits (n, length, num_tokens)."""
-    layers = [Embedding(num_tokens, width, length)]
+def gpt(vocab_size, width=128, num_heads=4, num_blocks=4, length=64) -> nn.Sequential:
+    """Return a decoder: tokens (n, length) to logits (n, length, vocab_size)."""
+    layers = [Embedding(vocab_size, width, length)]
     layers += [Block(width, num_heads) for _ in range(num_blocks)]
-    return nn.Sequential(*layers, Head(num_tokens, width))
+    return nn.Sequential(*layers, Head(vocab_size, width))
 
 
 class Embedding(nn.Module):
     """A vector per token plus one per position: (n, length) to (n, length, width)."""
 
-    def __init__(self, num_tokens, width, length):
+    def __init__(self, vocab_size, width, length):
         super().__init__()
-        self.tokens = nn.Embedding(num_tokens, width)
+        self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(length, width)
 
     def forward(self, tokens):
@@ -154,9 +154,9 @@ class Attention(nn.Module):
 
 
 class Head(nn.Sequential):
-    """LayerNorm, then the next token's logits: width to num_tokens numbers each."""
+    """LayerNorm, then the next token's logits: width to vocab_size numbers each."""
 
-    def __init__(self, num_tokens, width):
+    def __init__(self, vocab_size, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.logits = nn.Linear(width, num_tokens, bias=False)
+        self.logits = nn.Linear(width, vocab_size, bias=False)

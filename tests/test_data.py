@@ -71,9 +71,9 @@ def test_fashion_mnist_is_whole():
 
 
 def test_the_books_text_is_whole_and_pieces_of_it_are_followed_by_their_next(tmp_path):
-    tokens, kinds = load_book()
-    assert (len(tokens), len(kinds)) == (264_704, 119)
-    assert "".join(kinds[i] for i in tokens[:13]) == "# 1. Three wa"
+    tokens, vocab = load_book()
+    assert (len(tokens), len(vocab)) == (264_704, 119)
+    assert "".join(vocab[i] for i in tokens[:13]) == "# 1. Three wa"
     X, y = text_batch(torch.arange(9), 200, 6, torch.Generator().manual_seed(0))
     assert X.shape == (200, 6) and torch.equal(y, X + 1)
     assert X.min() == 0 and y.max() == 8

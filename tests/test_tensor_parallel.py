@@ -288,8 +288,8 @@ def test_a_block_sends_and_keeps_what_its_formulas_say(rank, k, sequence):
 
 @in_ranks(2)
 def test_three_numbers_per_token_are_sent_whatever_the_vocabulary(rank, k):
-    for num_tokens in (10, 1000):
-        logits = randn(7, num_tokens // 2).requires_grad_()
+    for vocab_size in (10, 1000):
+        logits = randn(7, vocab_size // 2).requires_grad_()
         with count_bytes() as ledger:
             vocab_parallel_cross_entropy(logits, torch.arange(7)).backward()
         assert ledger.bytes == {(rank, 1 - rank): 3 * 7 * 8}
