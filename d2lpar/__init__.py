@@ -14,6 +14,7 @@ from .collectives import (
     reduce_scatter,
     ring_allreduce,
 )
+from .context_parallel import own_tokens, ring_attention, ulysses_attention
 from .data import DataError, load_book, load_data_fashion_mnist, text_batch
 from .data_parallel import DataParallel, gather, parallel_apply, replicate, scatter
 from .ddp import DistributedDataParallel, NaiveDistributedDataParallel

@@ -89,6 +89,13 @@ def clones(tensors):
     return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
 
 
+def groups_of(rank):
+    """All four ranks, two of them, and this one alone."""
+    yield None
+    for parts in ([[0, 3], [1, 2]], [[0], [1], [2], [3]]):
+        yield dist.new_subgroups_by_enumeration(parts)[0]
+
+
 def attempts(rank, world_size, checks):
     """For ``launch``: call each ``check(rank, world_size)`` in turn in these ranks."""
     return {

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import attempt, close, everyones, in_ranks, on_ranks, randn
+from helpers import attempt, close, everyones, groups_of, in_ranks, on_ranks, randn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -66,13 +66,6 @@ def last(tensor, group):
     """A copy of this rank's part of the last dimension."""
     k, me = dist.get_world_size(group), dist.get_rank(group)
     return tensor.detach().chunk(k, -1)[me].clone().requires_grad_()
-
-
-def groups_of(rank):
-    """All four ranks, two of them, and this one alone."""
-    yield None
-    for parts in ([[0, 3], [1, 2]], [[0], [1], [2], [3]]):
-        yield dist.new_subgroups_by_enumeration(parts)[0]
 
 
 # The four functions

@@ -1,0 +1,138 @@
+"""Context parallelism: causal attention to a sequence that is cut over ranks.
+
+Each rank has its own tokens of all heads: (n, heads, length / k, head_width).
+Chapter 15 writes this. Sources: Liu et al., "Ring Attention with Blockwise
+Transformers" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
+"""
+
+from itertools import product
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from . import ranks
+from .losses import wide
+from .tensor_parallel import even_share
+
+TILE = 128  # tokens: how many queries meet how many keys at a time
+
+
+def zigzag(length, k):
+    """Return the places of each rank's tokens, early and late ones: (k, length / k)."""
+    if length % (2 * k):
+        raise ValueError(f"{length} tokens cannot be cut into {2 * k} chunks")
+    chunks = torch.arange(length).view(2 * k, -1)
+    return torch.cat([chunks[:k], chunks[k:].flip(0)], dim=1)
+
+
+def own_tokens(X, dim=1, group=None, order=zigzag):
+    """Return this rank's tokens of ``X``, whose dimension ``dim`` is the sequence."""
+    group = ranks.group_of(group)
+    own = order(X.shape[dim], group.size)[group.me]
+    return X.index_select(dim, own.to(X.device))
+
+
+def scores(q, k, mask):
+    """Return how well each key fits each query: minus infinity where not ``mask``."""
+    S = q @ k.mT / q.shape[-1] ** 0.5
+    return S.masked_fill(~mask.to(q.device), -torch.inf)
+
+
+def attend(q, k, v, mask, out, lse):
+    """Let queries meet more keys: update ``out`` and the scores' logsumexp in place."""
+    q, k, v = (X.to(lse.dtype) for X in (q, k, v))
+    S = scores(q, k, mask)
+    both = torch.logaddexp(lse, S.logsumexp(-1, keepdim=True))
+    out.mul_((lse - both).exp()).add_((S - both).exp() @ v)
+    lse.copy_(both)
+
+
+def attend_backward(q, k, v, mask, out, lse, grad):
+    """Return what these keys add to the gradients of q, k and v, given that of out."""
+    q, k, v, grad = (X.to(lse.dtype) for X in (q, k, v, grad))
+    P = (scores(q, k, mask) - lse).exp()
+    S_grad = P * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+    return S_grad @ k, S_grad.mT @ q, P.mT @ grad
+
+
+def meetings(own, here):
+    """Yield (queries, keys, mask) of the tiles where own tokens may see those here."""
+    for i, j in product(range(0, len(own), TILE), range(0, len(here), TILE)):
+        queries, keys = slice(i, i + TILE), slice(j, j + TILE)
+        mask = own[queries, None] >= here[keys]
+        if mask.any():
+            yield queries, keys, mask
+
+
+def shift(tensor, group):
+    """Send ``tensor`` to the next rank; return what the previous one sends."""
+    parts = [tensor[:0]] * group.size
+    parts[(group.me + 1) % group.size] = tensor
+    return ranks.all_to_all(parts, group)[group.me - 1]
+
+
+class Ring(torch.autograd.Function):
+    """Keys and values travel around the ranks, and meet each rank's queries."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group, places):
+        """Return the attention of own queries to all keys."""
+        kv, out = torch.stack([k, v]), torch.zeros_like(q, dtype=wide(q.dtype))
+        lse = torch.full_like(out[..., :1], -1e30)  # not -inf: -inf - -inf is NaN
+        for stop in range(group.size):
+            kv = shift(kv, group) if stop else kv
+            for i, j, mask in meetings(places[group.me], places[group.me - stop]):
+                attend(q[:, :, i], *kv[..., j, :], mask, out[:, :, i], lse[:, :, i])
+        ctx.group, ctx.places = group, places
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out.to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """The gradients of keys and values travel along with these, and then home."""
+        q, k, v, out, lse = ctx.saved_tensors
+        group, places, kv = ctx.group, ctx.places, torch.stack([k, v])
+        q_grad, kv_grad = torch.zeros_like(out), torch.zeros_like(kv, dtype=out.dtype)
+        for stop in range(group.size):
+            kv = shift(kv, group) if stop else kv
+            for i, j, mask in meetings(places[group.me], places[group.me - stop]):
+                own_out, own_lse, own_grad = (X[:, :, i] for X in (out, lse, grad))
+                met = q[:, :, i], *kv[..., j, :], mask, own_out, own_lse, own_grad
+                parts = attend_backward(*met)
+                q_grad[:, :, i] += parts[0]
+                kv_grad[..., j, :] += torch.stack(parts[1:])
+            kv_grad = shift(kv_grad, group)
+        return q_grad, *kv_grad, None, None
+
+
+def ring_attention(q, k, v, group=None, order=zigzag):
+    """Return the attention of own queries; keys and values travel around a ring."""
+    group = ranks.group_of(group)
+    return Ring.apply(q, k, v, group, order(q.shape[2] * group.size, group.size))
+
+
+class Swap(torch.autograd.Function):
+    """Swap own tokens of all heads for all tokens of own heads, or back."""
+
+    @staticmethod
+    def forward(ctx, X, cut, join, group):
+        """Send each rank its part of dimension ``cut``; join what comes at ``join``."""
+        ctx.back = join, cut, group
+        return torch.cat(ranks.all_to_all(X.chunk(group.size, cut), group), join)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Swap the gradient back."""
+        return Swap.apply(grad, *ctx.back), None, None, None
+
+
+def ulysses_attention(q, k, v, group=None, order=zigzag):
+    """Return the attention of own queries; each rank computes some of the heads."""
+    group = ranks.group_of(group)
+    even_share(q.shape[1], "heads", group)
+    places = order(q.shape[2] * group.size, group.size).flatten()
+    qkv = Swap.apply(torch.stack([q, k, v]), 2, 3, group)[..., places.argsort(), :]
+    out = F.scaled_dot_product_attention(*qkv, is_causal=True)
+    return Swap.apply(out[:, :, places], 2, 1, group)
