@@ -8,7 +8,6 @@ Transformers" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 from itertools import product
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import ranks
@@ -35,8 +34,8 @@ def own_tokens(X, dim=1, group=None, order=zigzag):
 
 def scores(q, k, mask):
     """Return how well each key fits each query: minus infinity where not ``mask``."""
-    S = q @ k.mT / q.shape[-1] ** 0.5
-    return S.masked_fill(~mask.to(q.device), -torch.inf)
+    S = (q / q.shape[-1] ** 0.5) @ k.mT
+    return S if mask.all() else S.masked_fill(~mask.to(q.device), -torch.inf)
 
 
 def attend(q, k, v, mask, out, lse):
@@ -89,9 +88,10 @@ class Ring(torch.autograd.Function):
         return out.to(q.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         """The gradients of keys and values travel along with these, and then home."""
+        if torch.is_grad_enabled():  # by create_graph=True
+            raise RuntimeError("ring attention has no second derivative")
         q, k, v, out, lse = ctx.saved_tensors
         group, places, kv = ctx.group, ctx.places, torch.stack([k, v])
         q_grad, kv_grad = torch.zeros_like(out), torch.zeros_like(kv, dtype=out.dtype)

@@ -9,7 +9,6 @@ chapter 14 shows it.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -146,13 +145,14 @@ class Attention(nn.Module):
         self.head_width = width // num_heads
         self.inputs = nn.Linear(width, 3 * width)  # outputs: q, k, v of head 0, of 1, …
         self.output = nn.Linear(width, width)
-        self.attend = partial(F.scaled_dot_product_attention, is_causal=True)
 
     def forward(self, X):
         heads = self.inputs(X).unflatten(-1, (-1, 3, self.head_width))
         q, k, v = heads.permute(3, 0, 2, 1, 4)  # each (n, heads, length, head_width)
-        mixed = self.attend(q, k, v)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return self.output(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Head(nn.Sequential):
