@@ -5,6 +5,7 @@ Chapter 15 writes this. Sources: Liu et al., "Ring Attention with Blockwise
 Transformers" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
 
+import math
 from itertools import product
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from . import ranks
 from .losses import wide
+from .mixed_precision import autocast
 from .tensor_parallel import even_share
 
 TILE = 128  # tokens: how many queries meet how many keys at a time
@@ -38,7 +40,7 @@ def scores(q, k, mask):
     return S if mask.all() else S.masked_fill(~mask.to(q.device), -torch.inf)
 
 
-def attend(q, k, v, mask, out, lse):
+def attend(q, out, lse, k, v, mask):
     """Let queries meet more keys: update ``out`` and the scores' logsumexp in place."""
     q, k, v = (X.to(lse.dtype) for X in (q, k, v))
     S = scores(q, k, mask)
@@ -47,18 +49,19 @@ def attend(q, k, v, mask, out, lse):
     lse.copy_(both)
 
 
-def attend_backward(q, k, v, mask, out, lse, grad):
+def attend_backward(q, lse, D, grad, k, v, mask):
     """Return what these keys add to the gradients of q, k and v, given that of out."""
-    q, k, v, grad = (X.to(lse.dtype) for X in (q, k, v, grad))
+    q, k, v = (X.to(lse.dtype) for X in (q, k, v))
     P = (scores(q, k, mask) - lse).exp()
-    S_grad = P * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+    S_grad = P * (grad @ v.mT - D) / q.shape[-1] ** 0.5
     return S_grad @ k, S_grad.mT @ q, P.mT @ grad
 
 
 def meetings(own, here):
     """Yield (queries, keys, mask) of the tiles where own tokens may see those here."""
-    for i, j in product(range(0, len(own), TILE), range(0, len(here), TILE)):
-        queries, keys = slice(i, i + TILE), slice(j, j + TILE)
+    size = min(TILE, math.ceil(len(own) / 2))  # so a zigzag's tile is early or late
+    for i, j in product(range(0, len(own), size), repeat=2):
+        queries, keys = slice(i, i + size), slice(j, j + size)
         mask = own[queries, None] >= here[keys]
         if mask.any():
             yield queries, keys, mask
@@ -82,10 +85,11 @@ class Ring(torch.autograd.Function):
         for stop in range(group.size):
             kv = shift(kv, group) if stop else kv
             for i, j, mask in meetings(places[group.me], places[group.me - stop]):
-                attend(q[:, :, i], *kv[..., j, :], mask, out[:, :, i], lse[:, :, i])
-        ctx.group, ctx.places = group, places
+                own = (X[:, :, i] for X in (q, out, lse))
+                attend(*own, *kv[..., j, :], mask)
+        ctx.group, ctx.places, out = group, places, out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        return out.to(q.dtype)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
@@ -93,24 +97,29 @@ class Ring(torch.autograd.Function):
         if torch.is_grad_enabled():  # by create_graph=True
             raise RuntimeError("ring attention has no second derivative")
         q, k, v, out, lse = ctx.saved_tensors
-        group, places, kv = ctx.group, ctx.places, torch.stack([k, v])
-        q_grad, kv_grad = torch.zeros_like(out), torch.zeros_like(kv, dtype=out.dtype)
+        group, places, grad = ctx.group, ctx.places, grad.to(lse.dtype)
+        kv, D = torch.stack([k, v]), (grad * out).sum(-1, keepdim=True)
+        q_grad, kv_grad = torch.zeros_like(grad), torch.zeros_like(kv, dtype=lse.dtype)
         for stop in range(group.size):
             kv = shift(kv, group) if stop else kv
             for i, j, mask in meetings(places[group.me], places[group.me - stop]):
-                own_out, own_lse, own_grad = (X[:, :, i] for X in (out, lse, grad))
-                met = q[:, :, i], *kv[..., j, :], mask, own_out, own_lse, own_grad
-                parts = attend_backward(*met)
-                q_grad[:, :, i] += parts[0]
-                kv_grad[..., j, :] += torch.stack(parts[1:])
+                own = (X[:, :, i] for X in (q, lse, D, grad))
+                q_part, *kv_part = attend_backward(*own, *kv[..., j, :], mask)
+                q_grad[:, :, i] += q_part
+                kv_grad[..., j, :] += torch.stack(kv_part)
             kv_grad = shift(kv_grad, group)
         return q_grad, *kv_grad, None, None
 
 
 def ring_attention(q, k, v, group=None, order=zigzag):
     """Return the attention of own queries; keys and values travel around a ring."""
+    if not q.shape == k.shape == v.shape:
+        shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        raise ValueError(f"q, k and v must have one shape, and have {shapes}")
     group = ranks.group_of(group)
-    return Ring.apply(q, k, v, group, order(q.shape[2] * group.size, group.size))
+    places = order(q.shape[2] * group.size, group.size)
+    with torch.autocast(q.device.type, enabled=False), autocast(enabled=False):
+        return Ring.apply(q, k, v, group, places)
 
 
 class Swap(torch.autograd.Function):

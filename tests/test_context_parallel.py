@@ -8,7 +8,7 @@ import torch
 from helpers import attempt, close, groups_of, in_ranks, on_ranks, randn
 from torch.nn import functional as F
 
-from d2lpar import context_parallel, count_bytes, own_tokens, ranks
+from d2lpar import autocast, context_parallel, count_bytes, own_tokens, ranks
 from d2lpar import ring_attention as ring
 from d2lpar import ulysses_attention as ulysses
 from d2lpar.context_parallel import meetings, zigzag
@@ -23,9 +23,7 @@ def contiguous(length, k):
 
 
 def shuffled(length, k):
-    """Any tokens, in any order, the same everywhere."""
-    random = torch.Generator().manual_seed(1)
-    return torch.randperm(length, generator=random).view(k, -1)
+    return randn(length).argsort().view(k, -1)  # the same everywhere
 
 
 def texts(length=24, heads=4, width=3):
@@ -39,6 +37,11 @@ def results(attend, q, k, v, grad, *args):
     out = attend(*inputs, *args)
     out.backward(grad)
     return [out.detach(), *(X.grad for X in inputs)]
+
+
+def under_autocast(q, k, v):
+    with autocast("cpu"), torch.autocast("cpu"):
+        return ring(q, k, v)
 
 
 def sdpa(q, k, v):
@@ -61,9 +64,9 @@ def values_and_gradients_are_torchs(rank, world_size):
 def sixteen_bits_are_as_exact_as_in_torch(rank, world_size):
     """A sum of many tiles in 16 bits would be ten times less exact."""
     context_parallel.TILE = 2
-    whole = [X.bfloat16() for X in texts(length=128)]
+    whole = [3 * X.bfloat16() for X in texts(length=128)]
     right = results(sdpa, *(X.float() for X in whole))
-    found = results(ring, *(own_tokens(X, 2) for X in whole))
+    found = results(under_autocast, *(own_tokens(X, 2) for X in whole))
     for ours, theirs, exact in zip(found, results(sdpa, *whole), right):
         exact, theirs = own_tokens(exact, 2), own_tokens(theirs, 2)
         assert ours.dtype == torch.bfloat16
@@ -88,6 +91,8 @@ def what_does_not_divide_is_named_and_nothing_is_lost(rank, world_size):
     refused("ValueError", f"60 {cut}", own_tokens, randn(2, 60))
     words = "6 heads cannot be divided among 4 ranks"
     refused("ValueError", words, ulysses, *texts(8, heads=6)[:3])
+    q, k = texts(4)[0], texts(6)[0]
+    refused("ValueError", "[2, 4, 4, 3], [2, 4, 6, 3]", ring, q, k, k)
     for way in WAYS:
         refused("ValueError", f"12 {cut}", way, *texts(3)[:3])
         refused("MismatchError", "rank 0, call", way, *texts(4 if rank else 6)[:3])
@@ -130,13 +135,15 @@ def test_memory_grows_with_the_length_not_its_square(rank, k):
 
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_the_zigzag_gives_all_ranks_the_same_work(k):
-    def work(order):
-        places = order(4 * k * context_parallel.TILE, k)
-        pairs = [[len([*meetings(own, here)]) for here in places] for own in places]
-        return torch.tensor(pairs).sum(1).tolist()
-
-    assert work(zigzag) == [sum(work(contiguous)) / k] * k
-    assert work(contiguous) == [10 + 16 * rank for rank in range(k)]
+    for length, tiles in ((4 * context_parallel.TILE, 4), (10, 2)):  # of a rank
+        work = {}
+        for order in (zigzag, contiguous):
+            places = order(k * length, k)
+            pairs = [[len([*meetings(own, here)]) for here in places] for own in places]
+            work[order] = torch.tensor(pairs).sum(1).tolist()
+        one = tiles * (tiles + 1) // 2
+        assert work[contiguous] == [one + rank * tiles**2 for rank in range(k)]
+        assert work[zigzag] == [sum(work[contiguous]) / k] * k
 
 
 @pytest.mark.gpu
