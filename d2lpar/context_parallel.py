@@ -5,7 +5,6 @@ Chapter 15 writes this. Sources: Liu et al., "Ring Attention with Blockwise
 Transformers" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
 
-import math
 from itertools import product
 
 import torch
@@ -59,7 +58,7 @@ def attend_backward(q, lse, D, grad, k, v, mask):
 
 def meetings(own, here):
     """Yield (queries, keys, mask) of the tiles where own tokens may see those here."""
-    size = min(TILE, math.ceil(len(own) / 2))  # so a zigzag's tile is early or late
+    size = min(TILE, (len(own) + 1) // 2)  # so a zigzag's tile is early or late
     for i, j in product(range(0, len(own), size), repeat=2):
         queries, keys = slice(i, i + size), slice(j, j + size)
         mask = own[queries, None] >= here[keys]

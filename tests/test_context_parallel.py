@@ -13,7 +13,6 @@ from d2lpar import ring_attention as ring
 from d2lpar import ulysses_attention as ulysses
 from d2lpar.context_parallel import meetings, zigzag
 from d2lpar.memory import peak_memory
-from d2lpar.models import Attention
 
 WAYS = ring, ulysses
 
@@ -73,15 +72,6 @@ def sixteen_bits_are_as_exact_as_in_torch(rank, world_size):
         assert (ours - exact).abs().mean() < 2 * (theirs - exact).abs().mean()
 
 
-def a_layer_may_attend_so(rank, world_size):
-    torch.manual_seed(0)
-    layer, X = Attention(16, 4).double(), randn(2, 16, 16)
-    right = layer(X)
-    for way in WAYS:
-        layer.attend = way
-        close(layer(own_tokens(X)), own_tokens(right))
-
-
 def what_does_not_divide_is_named_and_nothing_is_lost(rank, world_size):
     def refused(error, words, call, *args):
         kind, text, *_ = attempt(call, *args)
@@ -107,7 +97,6 @@ test_four_ranks = on_ranks(
     [
         values_and_gradients_are_torchs,
         sixteen_bits_are_as_exact_as_in_torch,
-        a_layer_may_attend_so,
         what_does_not_divide_is_named_and_nothing_is_lost,
     ],
 )

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from d2lpar import init_params, lenet
-from d2lpar.models import Copy, Residual, Sum, gpt, lenet_layers, resnet
+from d2lpar.models import Attention, Copy, Residual, Sum, gpt, lenet_layers, resnet
 
 SMALL = {"width": 16, "num_heads": 4, "num_blocks": 2, "length": 6}
 small_gpt = partial(gpt, 50, **SMALL)
@@ -89,6 +89,13 @@ def test_a_gpt_computes_what_torchs_layers_compute():
         X = torchs(X, mask, is_causal=True)
     logits = F.linear(head.norm(X), head.logits.weight)
     torch.testing.assert_close(model(tokens), logits)
+
+
+def test_attention_may_be_another():
+    attention, X = Attention(16, 4), torch.randn(2, 5, 16)
+    attention.attend = lambda q, k, v: v
+    values = attention.inputs(X).unflatten(-1, (4, 3, 4))[:, :, :, 2].flatten(2)
+    torch.testing.assert_close(attention(X), attention.output(values))
 
 
 def test_heads_that_do_not_divide_the_width_are_an_error():
