@@ -41,7 +41,6 @@ def scores(q, k, mask):
 
 def attend(q, out, lse, k, v, mask):
     """Let queries meet more keys: update ``out`` and the scores' logsumexp in place."""
-    q, k, v = (X.to(lse.dtype) for X in (q, k, v))
     S = scores(q, k, mask)
     both = torch.logaddexp(lse, S.logsumexp(-1, keepdim=True))
     out.mul_((lse - both).exp()).add_((S - both).exp() @ v)
@@ -50,7 +49,6 @@ def attend(q, out, lse, k, v, mask):
 
 def attend_backward(q, lse, D, grad, k, v, mask):
     """Return what these keys add to the gradients of q, k and v, given that of out."""
-    q, k, v = (X.to(lse.dtype) for X in (q, k, v))
     P = (scores(q, k, mask) - lse).exp()
     S_grad = P * (grad @ v.mT - D) / q.shape[-1] ** 0.5
     return S_grad @ k, S_grad.mT @ q, P.mT @ grad
@@ -58,7 +56,7 @@ def attend_backward(q, lse, D, grad, k, v, mask):
 
 def meetings(own, here):
     """Yield (queries, keys, mask) of the tiles where own tokens may see those here."""
-    size = min(TILE, (len(own) + 1) // 2)  # so a zigzag's tile is early or late
+    size = min(TILE, (len(own) + 1) // 2)  # a zigzag jumps in the middle
     for i, j in product(range(0, len(own), size), repeat=2):
         queries, keys = slice(i, i + size), slice(j, j + size)
         mask = own[queries, None] >= here[keys]
@@ -79,14 +77,15 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, group, places):
         """Return the attention of own queries to all keys."""
-        kv, out = torch.stack([k, v]), torch.zeros_like(q, dtype=wide(q.dtype))
+        kv, q_wide = torch.stack([k, v]), q.to(wide(q.dtype))
+        out = torch.zeros_like(q_wide)
         lse = torch.full_like(out[..., :1], -1e30)  # not -inf: -inf - -inf is NaN
         for stop in range(group.size):
             kv = shift(kv, group) if stop else kv
             for i, j, mask in meetings(places[group.me], places[group.me - stop]):
-                own = (X[:, :, i] for X in (q, out, lse))
-                attend(*own, *kv[..., j, :], mask)
-        ctx.group, ctx.places, out = group, places, out.to(q.dtype)
+                own = (X[..., i, :] for X in (q_wide, out, lse))  # views
+                attend(*own, *kv[..., j, :].to(lse.dtype), mask)
+        out, ctx.ring = out.to(q.dtype), (group, places)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -95,17 +94,18 @@ class Ring(torch.autograd.Function):
         """The gradients of keys and values travel along with these, and then home."""
         if torch.is_grad_enabled():  # by create_graph=True
             raise RuntimeError("ring attention has no second derivative")
-        q, k, v, out, lse = ctx.saved_tensors
-        group, places, grad = ctx.group, ctx.places, grad.to(lse.dtype)
-        kv, D = torch.stack([k, v]), (grad * out).sum(-1, keepdim=True)
-        q_grad, kv_grad = torch.zeros_like(grad), torch.zeros_like(kv, dtype=lse.dtype)
+        (q, k, v, out, lse), (group, places) = ctx.saved_tensors, ctx.ring
+        kv, q, grad = torch.stack([k, v]), q.to(lse.dtype), grad.to(lse.dtype)
+        D = (grad * out).sum(-1, keepdim=True)
+        q_grad, kv_grad = torch.zeros_like(q), torch.zeros_like(kv, dtype=q.dtype)
         for stop in range(group.size):
             kv = shift(kv, group) if stop else kv
             for i, j, mask in meetings(places[group.me], places[group.me - stop]):
-                own = (X[:, :, i] for X in (q, lse, D, grad))
-                q_part, *kv_part = attend_backward(*own, *kv[..., j, :], mask)
-                q_grad[:, :, i] += q_part
-                kv_grad[..., j, :] += torch.stack(kv_part)
+                own = (X[..., i, :] for X in (q, lse, D, grad))
+                with torch.autocast(q.device.type, enabled=False):
+                    parts = attend_backward(*own, *kv[..., j, :].to(q.dtype), mask)
+                q_grad[..., i, :] += parts[0]
+                kv_grad[..., j, :] += torch.stack(parts[1:])
             kv_grad = shift(kv_grad, group)
         return q_grad, *kv_grad, None, None
 
