@@ -5,7 +5,7 @@ Chapter 15 writes this. Sources: Liu et al., "Ring Attention with Blockwise
 Transformers" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
 
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 from torch.nn import functional as F
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from . import ranks
 from .losses import wide
 from .mixed_precision import autocast
+from .schedules import even_bounds
 from .tensor_parallel import even_share
 
 TILE = 128  # tokens: how many queries meet how many keys at a time
@@ -56,9 +57,10 @@ def attend_backward(q, lse, D, grad, k, v, mask):
 
 def meetings(own, here):
     """Yield (queries, keys, mask) of the tiles where own tokens may see those here."""
-    size = min(TILE, (len(own) + 1) // 2)  # a zigzag jumps in the middle
-    for i, j in product(range(0, len(own), size), repeat=2):
-        queries, keys = slice(i, i + size), slice(j, j + size)
+    pairs = 1 + (len(own) - 1) // (2 * TILE)  # of a tile in each half: see zigzag
+    bounds = even_bounds(len(own), 2 * pairs)
+    tiles = [slice(*ends) for ends in pairwise(bounds)]
+    for queries, keys in product(tiles, tiles):
         mask = own[queries, None] >= here[keys]
         if mask.any():
             yield queries, keys, mask
@@ -80,11 +82,12 @@ class Ring(torch.autograd.Function):
         kv, q_wide = torch.stack([k, v]), q.to(wide(q.dtype))
         out = torch.zeros_like(q_wide)
         lse = torch.full_like(out[..., :1], -1e30)  # not -inf: -inf - -inf is NaN
-        for stop in range(group.size):
-            kv = shift(kv, group) if stop else kv
-            for i, j, mask in meetings(places[group.me], places[group.me - stop]):
-                own = (X[..., i, :] for X in (q_wide, out, lse))  # views
-                attend(*own, *kv[..., j, :].to(lse.dtype), mask)
+        with torch.autocast(q.device.type, enabled=False), autocast(enabled=False):
+            for stop in range(group.size):
+                kv = shift(kv, group) if stop else kv
+                for i, j, mask in meetings(places[group.me], places[group.me - stop]):
+                    own = (X[..., i, :] for X in (q_wide, out, lse))  # views
+                    attend(*own, *kv[..., j, :].to(lse.dtype), mask)
         out, ctx.ring = out.to(q.dtype), (group, places)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -116,9 +119,7 @@ def ring_attention(q, k, v, group=None, order=zigzag):
         shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         raise ValueError(f"q, k and v must have one shape, and have {shapes}")
     group = ranks.group_of(group)
-    places = order(q.shape[2] * group.size, group.size)
-    with torch.autocast(q.device.type, enabled=False), autocast(enabled=False):
-        return Ring.apply(q, k, v, group, places)
+    return Ring.apply(q, k, v, group, order(q.shape[2] * group.size, group.size))
 
 
 class Swap(torch.autograd.Function):
