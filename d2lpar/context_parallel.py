@@ -16,7 +16,7 @@ from .mixed_precision import autocast
 from .schedules import even_bounds
 from .tensor_parallel import even_share
 
-TILE = 128  # tokens: how many queries meet how many keys at a time
+TILE = 256  # tokens: how many queries meet how many keys at a time
 
 
 def zigzag(length, k):
@@ -44,14 +44,14 @@ def attend(q, out, lse, k, v, mask):
     """Let queries meet more keys: update ``out`` and the scores' logsumexp in place."""
     S = scores(q, k, mask)
     both = torch.logaddexp(lse, S.logsumexp(-1, keepdim=True))
-    out.mul_((lse - both).exp()).add_((S - both).exp() @ v)
+    out.mul_((lse - both).exp()).add_(S.sub_(both).exp_() @ v)
     lse.copy_(both)
 
 
 def attend_backward(q, lse, D, grad, k, v, mask):
     """Return what these keys add to the gradients of q, k and v, given that of out."""
-    P = (scores(q, k, mask) - lse).exp()
-    S_grad = P * (grad @ v.mT - D) / q.shape[-1] ** 0.5
+    P = scores(q, k, mask).sub_(lse).exp_()
+    S_grad = (grad @ v.mT).sub_(D).mul_(P).div_(q.shape[-1] ** 0.5)
     return S_grad @ k, S_grad.mT @ q, P.mT @ grad
 
 
