@@ -88,7 +88,8 @@ class Ring(torch.autograd.Function):
                 for i, j, mask in meetings(places[group.me], places[group.me - stop]):
                     own = (X[..., i, :] for X in (q_wide, out, lse))  # views
                     attend(*own, *kv[..., j, :].to(lse.dtype), mask)
-        out, ctx.ring = out.to(q.dtype), (group, places)
+        ctx.ring = group, places
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -97,7 +98,8 @@ class Ring(torch.autograd.Function):
         """The gradients of keys and values travel along with these, and then home."""
         if torch.is_grad_enabled():  # by create_graph=True
             raise RuntimeError("ring attention has no second derivative")
-        (q, k, v, out, lse), (group, places) = ctx.saved_tensors, ctx.ring
+        group, places = ctx.ring
+        q, k, v, out, lse = ctx.saved_tensors
         kv, q, grad = torch.stack([k, v]), q.to(lse.dtype), grad.to(lse.dtype)
         D = (grad * out).sum(-1, keepdim=True)
         q_grad, kv_grad = torch.zeros_like(q), torch.zeros_like(kv, dtype=q.dtype)
