@@ -48,9 +48,10 @@ def attend(q, out, lse, k, v, mask):
     lse.copy_(both)
 
 
-def attend_backward(q, lse, D, grad, k, v, mask):
+def attend_backward(q, out, lse, grad, k, v, mask):
     """Return what these keys add to the gradients of q, k and v, given that of out."""
     P = scores(q, k, mask).sub_(lse).exp_()
+    D = (grad * out).sum(-1, keepdim=True)
     S_grad = (grad @ v.mT).sub_(D).mul_(P).div_(q.shape[-1] ** 0.5)
     return S_grad @ k, S_grad.mT @ q, P.mT @ grad
 
@@ -101,17 +102,16 @@ class Ring(torch.autograd.Function):
         group, places = ctx.ring
         q, k, v, out, lse = ctx.saved_tensors
         kv, q, grad = torch.stack([k, v]), q.to(lse.dtype), grad.to(lse.dtype)
-        D = (grad * out).sum(-1, keepdim=True)
         q_grad, kv_grad = torch.zeros_like(q), torch.zeros_like(kv, dtype=q.dtype)
-        for stop in range(group.size):
-            kv = shift(kv, group) if stop else kv
-            for i, j, mask in meetings(places[group.me], places[group.me - stop]):
-                own = (X[..., i, :] for X in (q, lse, D, grad))
-                with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False):
+            for stop in range(group.size):
+                kv = shift(kv, group) if stop else kv
+                for i, j, mask in meetings(places[group.me], places[group.me - stop]):
+                    own = (X[..., i, :] for X in (q, out, lse, grad))
                     parts = attend_backward(*own, *kv[..., j, :].to(q.dtype), mask)
-                q_grad[..., i, :] += parts[0]
-                kv_grad[..., j, :] += torch.stack(parts[1:])
-            kv_grad = shift(kv_grad, group)
+                    q_grad[..., i, :] += parts[0]
+                    kv_grad[..., j, :] += torch.stack(parts[1:])
+                kv_grad = shift(kv_grad, group)
         return q_grad, *kv_grad, None, None
 
 

@@ -6,6 +6,8 @@ tenth of a second from a server that has imported torch. Forks of the caller wou
 once it has used OpenMP. What runs beside the caller is in ``worker``.
 """
 
+import copyreg
+import importlib
 import linecache
 import multiprocessing
 import operator
@@ -45,6 +47,9 @@ spec.loader.exec_module(sys.modules["d2lpar"])
 from {serve.__module__} import serve
 serve()
 """
+
+# torch.ops is a module with a class of its own, which is not pickled as a module is
+copyreg.pickle(type(torch.ops), lambda ops: (importlib.import_module, (ops.__name__,)))
 
 _asking = threading.Lock()  # of two threads that launch, one starts the server
 

@@ -53,6 +53,8 @@ def test_functions_of_all_kinds_and_their_arguments(tmp_path, monkeypatch):
     for rank, (same, tensor) in enumerate(launch(with_closure, 2, big, shared)):
         assert same and torch.equal(tensor, big + rank)
     assert launch(lambda rank, world_size, *args: args, 1, "a", [1]) == [("a", [1])]
+    one = torch.ones(1)
+    assert launch(lambda rank, world_size: torch.ops.aten.neg(one), 1) == [-one]
     (tmp_path / "beside.py").write_text("class A:\n    def f(self, r, k): return 7 + r")
     monkeypatch.syspath_prepend(tmp_path)
     import beside
