@@ -5,7 +5,7 @@ Chapter 15 writes this. Sources: Liu et al., "Ring Attention with Blockwise
 Transformers" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
 
-from itertools import pairwise, product
+from itertools import product
 
 import torch
 from torch.nn import functional as F
@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from . import ranks
 from .losses import wide
 from .mixed_precision import autocast
-from .schedules import even_bounds
 from .tensor_parallel import even_share
 
 TILE = 256  # tokens: how many queries meet how many keys at a time
@@ -58,10 +57,9 @@ def attend_backward(q, out, lse, grad, k, v, mask):
 
 def meetings(own, here):
     """Yield (queries, keys, mask) of the tiles where own tokens may see those here."""
-    pairs = 1 + (len(own) - 1) // (2 * TILE)  # of a tile in each half: see zigzag
-    bounds = even_bounds(len(own), 2 * pairs)
-    tiles = [slice(*ends) for ends in pairwise(bounds)]
-    for queries, keys in product(tiles, tiles):
+    cuts = 2 * (1 + (len(own) - 1) // (2 * TILE))  # even: none crosses the middle
+    bounds = [len(own) * i // cuts for i in range(cuts + 1)]
+    for queries, keys in product(map(slice, bounds, bounds[1:]), repeat=2):
         mask = own[queries, None] >= here[keys]
         if mask.any():
             yield queries, keys, mask
@@ -117,8 +115,8 @@ class Ring(torch.autograd.Function):
 
 def ring_attention(q, k, v, group=None, order=zigzag):
     """Return the attention of own queries; keys and values travel around a ring."""
-    if not q.shape == k.shape == v.shape:
-        shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+    shapes = [list(X.shape) for X in (q, k, v)]
+    if shapes != [shapes[0]] * 3:
         raise ValueError(f"q, k and v must have one shape, and have {shapes}")
     group = ranks.group_of(group)
     return Ring.apply(q, k, v, group, order(q.shape[2] * group.size, group.size))
