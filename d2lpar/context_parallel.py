@@ -58,11 +58,10 @@ def attend_backward(q, out, lse, grad, k, v, mask):
 def meetings(own, here):
     """Yield (queries, keys, mask) of the tiles where own tokens may see those here."""
     cuts = 2 * (1 + (len(own) - 1) // (2 * TILE))  # even: none crosses the middle
-    bounds = [len(own) * i // cuts for i in range(cuts + 1)]
+    bounds = sorted({len(own) * i // cuts for i in range(cuts + 1)})
     for queries, keys in product(map(slice, bounds, bounds[1:]), repeat=2):
-        mask = own[queries, None] >= here[keys]
-        if mask.any():
-            yield queries, keys, mask
+        if own[queries].max() >= here[keys].min():
+            yield queries, keys, own[queries, None] >= here[keys]
 
 
 def shift(tensor, group):
@@ -99,7 +98,8 @@ class Ring(torch.autograd.Function):
             raise RuntimeError("ring attention has no second derivative")
         group, places = ctx.ring
         q, k, v, out, lse = ctx.saved_tensors
-        kv, q, grad = torch.stack([k, v]), q.to(lse.dtype), grad.to(lse.dtype)
+        q, out, grad = (X.to(lse.dtype) for X in (q, out, grad))
+        kv = torch.stack([k, v])
         q_grad, kv_grad = torch.zeros_like(q), torch.zeros_like(kv, dtype=q.dtype)
         with torch.autocast(q.device.type, enabled=False):
             for stop in range(group.size):
