@@ -6,6 +6,7 @@ Transformers" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
 
 from itertools import product
+from math import ceil
 
 import torch
 from torch.nn import functional as F
@@ -57,7 +58,7 @@ def attend_backward(q, out, lse, grad, k, v, mask):
 
 def meetings(own, here):
     """Yield (queries, keys, mask) of the tiles where own tokens may see those here."""
-    cuts = 2 * (1 + (len(own) - 1) // (2 * TILE))  # even: none crosses the middle
+    cuts = 2 * ceil(len(own) / (2 * TILE))  # even: no tile has early and late tokens
     bounds = sorted({len(own) * i // cuts for i in range(cuts + 1)})
     for queries, keys in product(map(slice, bounds, bounds[1:]), repeat=2):
         if own[queries].max() >= here[keys].min():
