@@ -58,7 +58,7 @@ def attend_backward(q, out, lse, grad, k, v, mask):
 
 def meetings(own, here):
     """Yield (queries, keys, mask) of the tiles where own tokens may see those here."""
-    cuts = 2 * ceil(len(own) / (2 * TILE))  # even: no tile has early and late tokens
+    cuts = 2 * ceil(len(own) / (2 * TILE))  # even: none crosses a zigzag's middle
     bounds = sorted({len(own) * i // cuts for i in range(cuts + 1)})
     for queries, keys in product(map(slice, bounds, bounds[1:]), repeat=2):
         if own[queries].max() >= here[keys].min():
@@ -102,7 +102,7 @@ class Ring(torch.autograd.Function):
         q, out, grad = (X.to(lse.dtype) for X in (q, out, grad))
         kv = torch.stack([k, v])
         q_grad, kv_grad = torch.zeros_like(q), torch.zeros_like(kv, dtype=q.dtype)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False):  # ours ended with forward
             for stop in range(group.size):
                 kv = shift(kv, group) if stop else kv
                 for i, j, mask in meetings(places[group.me], places[group.me - stop]):
