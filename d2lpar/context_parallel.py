@@ -102,7 +102,7 @@ class Ring(torch.autograd.Function):
         q, out, grad = (X.to(lse.dtype) for X in (q, out, grad))
         kv = torch.stack([k, v])
         q_grad, kv_grad = torch.zeros_like(q), torch.zeros_like(kv, dtype=q.dtype)
-        with torch.autocast(q.device.type, enabled=False):  # ours ended with forward
+        with torch.autocast(q.device.type, enabled=False):  # ours is off in backward
             for stop in range(group.size):
                 kv = shift(kv, group) if stop else kv
                 for i, j, mask in meetings(places[group.me], places[group.me - stop]):
