@@ -6,7 +6,7 @@ All public names are here, as in ``d2lpar.train``, ``d2lpar.ring``. The figures,
 
 from . import ranks
 from .batch_norm import SyncBatchNorm
-from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, save_checkpoint
 from .collectives import (
     all_gather,
     allreduce,
@@ -27,15 +27,10 @@ from .devices import (
     try_all_gpus,
     try_gpu,
 )
+from .experts import MixtureOfExperts, ParallelExperts, balance_loss
 from .losses import ChunkedLoss, DataParallelCriterion, DataParallelModel
 from .memory import peak_memory, saved_memory
-from .mixed_precision import (
-    GradScaler,
-    MasterWeights,
-    autocast,
-    initialize,
-    round_to_fp8,
-)
+from .mixed_precision import GradScaler, MasterWeights, autocast, initialize
 from .pipeline import DistributedPipeline, Pipeline, cut
 from .pipeline_schedules import (
     Action,
@@ -79,7 +74,6 @@ from .tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from .training import (
-    History,
     accuracy,
     get_params,
     init_params,
