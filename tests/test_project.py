@@ -29,7 +29,7 @@ HOUSE = {
     "": "devices data memory training models checkpoint schedules collectives",
     "ranks": "lanes transport sender collectives _old worker launch",
     "middle": "data_parallel losses ddp sampler batch_norm mixed_precision sharding"
-    " pipeline_schedules pipeline tensor_parallel context_parallel",
+    " pipeline_schedules pipeline tensor_parallel context_parallel experts",
     "study": "splits layers methods checks",
     "roof": "train_ddp plot",
 }

@@ -1,0 +1,165 @@
+"""Experts on several ranks do what they do on one device."""
+
+from copy import deepcopy
+from math import ceil
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import close, everyones, grads, groups_of, in_ranks, on_ranks, randn
+from torch.nn import functional as F
+
+from d2lpar import count_bytes, fully_shard, ranks
+from d2lpar.experts import MixtureOfExperts, ParallelExperts, balance_loss
+
+
+def layer(top_k=1, capacity=None):
+    torch.manual_seed(0)
+    return MixtureOfExperts(6, 8, top_k, capacity).double()
+
+
+def spread(whole, group=None):
+    part = deepcopy(whole)
+    part.experts = ParallelExperts(part.experts, group)
+    return part
+
+
+def tokens_of(*numbers):
+    """The tokens of some ranks, in a list."""
+    return [randn(n, 6, seed=10 + i) for i, n in enumerate(numbers)]
+
+
+def dense(whole, tokens):
+    """All experts take all tokens. Return what counts, and the loss for balance."""
+    probs = whole.router(tokens).softmax(-1)
+    weights, chosen = probs.topk(whole.top_k)
+    total = weights.sum(-1, keepdim=True) if whole.top_k > 1 else 1
+    is_chosen = F.one_hot(chosen, 8)  # (tokens, top_k, experts)
+    place = is_chosen.flatten(0, 1).cumsum(0).view_as(is_chosen)  # 1, 2, … in a line
+    limit = ceil((whole.capacity or 1e9) * chosen.numel() / 8)
+    gate = ((place <= limit) * is_chosen * (weights / total)[..., None]).sum(1)
+    parts = [gate[:, [i]] * expert(tokens) for i, expert in enumerate(whole.experts)]
+    return sum(parts), 8 * (is_chosen.double().mean((0, 1)) * probs.mean(0)).sum()
+
+
+def results(call, X, *modules):
+    """What a call makes of X, then the gradients: of X, and of each of the modules."""
+    X = X.clone().requires_grad_()
+    for module in modules:
+        module.zero_grad()
+    out = call(X)
+    (out * randn(*out.shape, seed=1)).sum().backward()
+    return out.detach(), X.grad, *map(grads, modules)
+
+
+def mean(of_ranks):
+    """The mean over ranks of lists of gradients."""
+    return [torch.stack(grads).mean(0) for grads in zip(*of_ranks, strict=True)]
+
+
+@pytest.mark.parametrize("capacity", [None, 0.3, 1, 1.5])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_a_layer_lets_each_token_pass_its_experts(top_k, capacity):
+    whole, X = layer(top_k, capacity), randn(20, 6)
+    right = results(lambda X: dense(whole, X)[0], X, whole)
+    close(results(whole, X, whole), right)
+    close(balance_loss(whole), dense(whole, X)[1])
+    close(whole(X.view(2, 2, 5, 6)), right[0].view(2, 2, 5, 6))
+
+
+@pytest.mark.parametrize("capacity", [0, float("nan")])
+def test_a_capacity_that_serves_nobody_is_refused(capacity):
+    with pytest.raises(ValueError, match=f"capacity is {capacity}: give more than 0"):
+        layer(capacity=capacity)
+
+
+def values_and_gradients_are_those_of_one_device(rank, world_size):
+    for group in groups_of(rank):
+        k, me = ranks.group_of(group).size, ranks.group_of(group).me
+        for top_k, numbers in ((1, (5, 7, 5, 9)), (2, (6, 0, 3, 1)), (8, (4, 4, 4, 4))):
+            whole, X = layer(top_k), tokens_of(*numbers[:k])
+            part, own = spread(whole, group), whole.experts[8 // k * me :][: 8 // k]
+            rights = [results(whole, x, whole.router, own) for x in X]
+            found = results(part, X[me], part.router, part.experts)
+            close(found[:3], rights[me][:3])
+            close(found[3], mean(right[3] for right in rights))
+
+
+def replicas_are_averaged_by_fully_shard(rank, world_size):
+    """Pairs share the experts: all gradients are those of the mean of four losses."""
+    cut = dist.new_subgroups_by_enumeration
+    pair, replicas = cut([[0, 1], [2, 3]])[0], cut([[0, 2], [1, 3]])[0]
+    whole, X = layer(2), tokens_of(5, 6, 7, 8)
+    part, own = spread(whole, pair), whole.experts[rank % 2 * 4 :][:4]
+    fully_shard(part.experts, group=replicas)
+    fully_shard(part)
+    rights = [results(whole, x, whole.router, own)[2:] for x in X]
+    found = results(part, X[rank], part.router, part.experts)[2:]
+    for rows_of, right, group in zip(found, map(mean, zip(*rights)), (None, replicas)):
+        for rows, of_all in zip(rows_of, right, strict=True):
+            close(ranks.all_gather(rows, group).view_as(of_all), of_all)
+
+
+def a_line_is_the_ranks_own_and_may_be_empty(rank, world_size):
+    whole, X = layer(2, capacity=0.5), tokens_of(8, 8, 8, 8)
+    part, right = spread(whole), dense(whole, X[rank])[0]
+    close(part(X[rank]), right)
+    assert (whole(torch.cat(X)).split(8)[rank] - right).abs().max() > 1e-3
+    part.router.weight.data.zero_()[:2] = torch.tensor([[2], [1]])  # experts 0 and 1
+    *_, of_experts = results(part, X[rank].abs(), part.experts)
+    assert any(grad.any() for grad in of_experts) == (rank == 0)
+
+
+def the_loss_for_balance_is_that_of_all_tokens(rank, world_size):
+    whole, X = layer(2), tokens_of(8, 8, 8, 8)
+    whole(X[rank])
+    losses = balance_loss(whole), dense(whole, torch.cat(X))[1]
+    weight = whole.router.weight
+    pairs = [(loss.detach(), *torch.autograd.grad(loss, weight)) for loss in losses]
+    for own, of_all in zip(*pairs):
+        close(mean(everyones([own])), [of_all])
+
+
+def sixteen_bits_are_those_of_one_device(rank, world_size):
+    whole, X = layer(2).bfloat16(), randn(9, 6).bfloat16()
+    part = spread(whole)
+    assert torch.equal(part(X), whole(X))
+    with torch.autocast("cpu"):
+        assert torch.equal(part.float()(X), whole.float()(X))
+
+
+def bytes_are_those_of_the_rows_that_travel(rank, world_size):
+    whole, X = layer(2), tokens_of(5, 6, 7, 8)
+    part, away = spread(whole), torch.zeros(4, 4, dtype=int)
+    with count_bytes() as ledger:
+        results(part, X[rank])
+    for home, x in enumerate(X):
+        for expert in whole.router(x).topk(2).indices.flatten().tolist():
+            away[home, expert // 2] += home != expert // 2
+    rows, counts = 2 * (away.sum(0) + away.sum(1))[rank], 3 * 2 * 8
+    assert ledger.sent(rank) == rows * 6 * 8 + counts
+    with pytest.raises(ValueError, match="6 experts cannot be divided among 4 ranks"):
+        ParallelExperts(whole.experts[:6])
+
+
+test_four_ranks = on_ranks(
+    4,
+    [
+        values_and_gradients_are_those_of_one_device,
+        replicas_are_averaged_by_fully_shard,
+        a_line_is_the_ranks_own_and_may_be_empty,
+        the_loss_for_balance_is_that_of_all_tokens,
+        sixteen_bits_are_those_of_one_device,
+        bytes_are_those_of_the_rows_that_travel,
+    ],
+)
+
+
+@pytest.mark.gpu
+@in_ranks(2)
+def test_on_a_gpu_it_is_the_same(rank, k):
+    whole, X = layer(2, capacity=1), tokens_of(5, 6)[rank]
+    part = spread(whole).cuda()
+    *found, of_router = results(part, X.cuda(), part.router)
+    *right, right_of_router = results(whole, X, whole.router)
+    close([x.cpu() for x in found + of_router], right + right_of_router)
