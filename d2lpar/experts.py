@@ -22,10 +22,9 @@ def line_up(chosen, num_experts, capacity=None):
     """
     order, counts = chosen.argsort(stable=True), chosen.bincount(minlength=num_experts)
     if capacity is not None:
-        limit = ceil(capacity * len(chosen) / num_experts)
-        starts = counts.cumsum(0) - counts
-        place = torch.arange(len(order), device=order.device) - starts[chosen[order]]
-        order, counts = order[place < limit], counts.clamp(max=limit)
+        limit, lines = ceil(capacity * len(chosen) / num_experts), counts.tolist()
+        order = torch.cat([line[:limit] for line in order.split(lines)])
+        counts = counts.clamp(max=limit)
     return order, counts
 
 
@@ -62,7 +61,7 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = probs.topk(self.top_k)  # (tokens, top_k)
         if self.top_k > 1:  # a single one would always be 1
             weights = weights / weights.sum(-1, keepdim=True)
-        self.routed = probs, chosen.flatten()  # for balance_loss
+        self.routed = probs, chosen.flatten()  # with the graph, for balance_loss
         order, counts = line_up(chosen.flatten(), probs.shape[1], self.capacity)
         token = order // self.top_k
         outputs = self.experts(tokens[token], counts) * weights.flatten()[order, None]
@@ -72,7 +71,8 @@ class MixtureOfExperts(nn.Module):
 def balance_loss(layer, group=None):
     """Return 1 if the last call chose all experts equally often, else mostly more.
 
-    The shares of choices are those of all ranks, so the ranks' mean is the whole loss.
+    Shares are those of all ranks: if these have equally many tokens, the mean of their
+    losses is that of all tokens.
     """
     probs, chosen = layer.routed
     shares = chosen.bincount(minlength=probs.shape[1]).to(probs.dtype) / len(chosen)
@@ -88,7 +88,8 @@ class Exchange(torch.autograd.Function):
     def forward(ctx, X, go, group, scale):
         """Send rank i the next go[i] rows; join those that come."""
         parts = ranks.all_to_all(X.split(go), group)
-        ctx.scale, ctx.back = scale, ([len(part) for part in parts], group, 1 / scale)
+        ctx.scale, come = scale, [len(part) for part in parts]
+        ctx.back = come, group, 1 / scale  # for a gradient's gradient
         return torch.cat(parts)
 
     @staticmethod

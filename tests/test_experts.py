@@ -1,6 +1,7 @@
 """Experts on several ranks do what they do on one device."""
 
 from copy import deepcopy
+from functools import partial
 from math import ceil
 
 import pytest
@@ -31,7 +32,7 @@ def tokens_of(*numbers):
 
 def dense(whole, tokens):
     """All experts take all tokens. Return what counts, and the loss for balance."""
-    probs = whole.router(tokens).softmax(-1)
+    probs = (tokens @ whole.router.weight.T).softmax(-1)
     weights, chosen = probs.topk(whole.top_k)
     total = weights.sum(-1, keepdim=True) if whole.top_k > 1 else 1
     is_chosen = F.one_hot(chosen, 8)  # (tokens, top_k, experts)
@@ -50,6 +51,11 @@ def results(call, X, *modules):
     out = call(X)
     (out * randn(*out.shape, seed=1)).sum().backward()
     return out.detach(), X.grad, *map(grads, modules)
+
+
+def slope(call, X):
+    """The gradient of a loss, which has a gradient, too."""
+    return torch.autograd.grad(call(X).square().sum(), X, create_graph=True)[0]
 
 
 def mean(of_ranks):
@@ -79,10 +85,12 @@ def values_and_gradients_are_those_of_one_device(rank, world_size):
         for top_k, numbers in ((1, (5, 7, 5, 9)), (2, (6, 0, 3, 1)), (8, (4, 4, 4, 4))):
             whole, X = layer(top_k), tokens_of(*numbers[:k])
             part, own = spread(whole, group), whole.experts[8 // k * me :][: 8 // k]
-            rights = [results(whole, x, whole.router, own) for x in X]
-            found = results(part, X[me], part.router, part.experts)
-            close(found[:3], rights[me][:3])
-            close(found[3], mean(right[3] for right in rights))
+            for way in (type(whole).__call__, slope):
+                call = partial(way, whole)
+                rights = [results(call, x, whole.router, own) for x in X]
+                found = results(partial(way, part), X[me], part.router, part.experts)
+                close(found[:3], rights[me][:3])
+                close(found[3], mean(right[3] for right in rights))
 
 
 def replicas_are_averaged_by_fully_shard(rank, world_size):
@@ -112,12 +120,13 @@ def a_line_is_the_ranks_own_and_may_be_empty(rank, world_size):
 
 def the_loss_for_balance_is_that_of_all_tokens(rank, world_size):
     whole, X = layer(2), tokens_of(8, 8, 8, 8)
-    whole(X[rank])
-    losses = balance_loss(whole), dense(whole, torch.cat(X))[1]
-    weight = whole.router.weight
-    pairs = [(loss.detach(), *torch.autograd.grad(loss, weight)) for loss in losses]
-    for own, of_all in zip(*pairs):
-        close(mean(everyones([own])), [of_all])
+    for group in groups_of(rank):
+        whole(X[rank])
+        of_group = torch.cat([X[i] for i in ranks.group_of(group).ranks])
+        losses = balance_loss(whole, group), dense(whole, of_group)[1]
+        pairs = [[x, *torch.autograd.grad(x, whole.router.weight)] for x in losses]
+        for own, of_all in zip(*pairs):
+            close(mean([x] for x in everyones(own.detach(), group)), [of_all.detach()])
 
 
 def sixteen_bits_are_those_of_one_device(rank, world_size):
