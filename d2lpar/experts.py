@@ -14,17 +14,18 @@ from . import ranks
 from .tensor_parallel import even_share
 
 
-def line_up(chosen, num_experts, capacity=None):
+def line_up(chosen, num_experts, capacity_factor=None):
     """Return the choices in the order of their experts, and how many each one has.
 
     ``chosen`` has the expert of each choice. An expert serves the first ones, up to
-    ``capacity`` times an even share; the others are dropped. None: it serves all.
+    ``capacity_factor`` times an even share; others are dropped. None: it serves all.
     """
     order, counts = chosen.argsort(stable=True), chosen.bincount(minlength=num_experts)
-    if capacity is not None:
-        limit, lines = ceil(capacity * len(chosen) / num_experts), counts.tolist()
-        order = torch.cat([line[:limit] for line in order.split(lines)])
-        counts = counts.clamp(max=limit)
+    if capacity_factor is not None:
+        capacity = ceil(capacity_factor * len(chosen) / num_experts)
+        lines = order.split(counts.tolist())
+        order = torch.cat([line[:capacity] for line in lines])
+        counts = counts.clamp(max=capacity)
     return order, counts
 
 
@@ -40,14 +41,14 @@ class Experts(nn.ModuleList):
 class MixtureOfExperts(nn.Module):
     """Adds up what ``top_k`` experts make of each token: (…, width) to the same.
 
-    A router chooses and weights them. What exceeds ``capacity`` adds nothing.
+    A router chooses and weights them. What an expert does not serve adds nothing.
     """
 
-    def __init__(self, width, num_experts, top_k=1, capacity=None):
+    def __init__(self, width, num_experts, top_k=1, capacity_factor=None):
         super().__init__()
-        if capacity is not None and not capacity > 0:
-            raise ValueError(f"capacity is {capacity}: give more than 0, or None")
-        self.top_k, self.capacity, hidden = top_k, capacity, 4 * width
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"capacity_factor is {capacity_factor}, not more than 0")
+        self.top_k, self.capacity_factor, hidden = top_k, capacity_factor, 4 * width
         self.router = nn.Linear(width, num_experts, bias=False)
         self.experts = Experts(
             nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
@@ -62,7 +63,7 @@ class MixtureOfExperts(nn.Module):
         if self.top_k > 1:  # a single one would always be 1
             weights = weights / weights.sum(-1, keepdim=True)
         self.routed = probs, chosen.flatten()  # with the graph, for balance_loss
-        order, counts = line_up(chosen.flatten(), probs.shape[1], self.capacity)
+        order, counts = line_up(chosen.flatten(), probs.shape[1], self.capacity_factor)
         token = order // self.top_k
         outputs = self.experts(tokens[token], counts) * weights.flatten()[order, None]
         return outputs.new_zeros(tokens.shape).index_add(0, token, outputs).view_as(X)
@@ -71,8 +72,8 @@ class MixtureOfExperts(nn.Module):
 def balance_loss(layer, group=None):
     """Return 1 if the last call chose all experts equally often, else mostly more.
 
-    Shares are those of all ranks: if these have equally many tokens, the mean of their
-    losses is that of all tokens.
+    Shares are of all ranks. If these have equally many tokens, the mean of their losses
+    is one device's.
     """
     probs, chosen = layer.routed
     shares = chosen.bincount(minlength=probs.shape[1]).to(probs.dtype) / len(chosen)
@@ -89,7 +90,7 @@ class Exchange(torch.autograd.Function):
         """Send rank i the next go[i] rows; join those that come."""
         parts = ranks.all_to_all(X.split(go), group)
         ctx.scale, come = scale, [len(part) for part in parts]
-        ctx.back = come, group, 1 / scale  # for a gradient's gradient
+        ctx.back = come, group, 1 / scale  # its own gradient undoes it
         return torch.cat(parts)
 
     @staticmethod

@@ -14,9 +14,9 @@ from d2lpar import count_bytes, fully_shard, ranks
 from d2lpar.experts import MixtureOfExperts, ParallelExperts, balance_loss
 
 
-def layer(top_k=1, capacity=None):
+def layer(top_k=1, factor=None):
     torch.manual_seed(0)
-    return MixtureOfExperts(6, 8, top_k, capacity).double()
+    return MixtureOfExperts(6, 8, top_k, factor).double()
 
 
 def spread(whole, group=None):
@@ -37,7 +37,7 @@ def dense(whole, tokens):
     total = weights.sum(-1, keepdim=True) if whole.top_k > 1 else 1
     is_chosen = F.one_hot(chosen, 8)  # (tokens, top_k, experts)
     place = is_chosen.flatten(0, 1).cumsum(0).view_as(is_chosen)  # 1, 2, … in a line
-    limit = ceil((whole.capacity or 1e9) * chosen.numel() / 8)
+    limit = ceil((whole.capacity_factor or 1e9) * chosen.numel() / 8)
     gate = ((place <= limit) * is_chosen * (weights / total)[..., None]).sum(1)
     parts = [gate[:, [i]] * expert(tokens) for i, expert in enumerate(whole.experts)]
     return sum(parts), 8 * (is_chosen.double().mean((0, 1)) * probs.mean(0)).sum()
@@ -63,20 +63,22 @@ def mean(of_ranks):
     return [torch.stack(grads).mean(0) for grads in zip(*of_ranks, strict=True)]
 
 
-@pytest.mark.parametrize("capacity", [None, 0.3, 1, 1.5])
+@pytest.mark.parametrize("factor", [None, 0.3, 1, 1.5])
 @pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_a_layer_lets_each_token_pass_its_experts(top_k, capacity):
-    whole, X = layer(top_k, capacity), randn(20, 6)
+def test_a_layer_lets_each_token_pass_its_experts(top_k, factor):
+    whole, X = layer(top_k, factor), randn(20, 6)
     right = results(lambda X: dense(whole, X)[0], X, whole)
     close(results(whole, X, whole), right)
     close(balance_loss(whole), dense(whole, X)[1])
     close(whole(X.view(2, 2, 5, 6)), right[0].view(2, 2, 5, 6))
 
 
-@pytest.mark.parametrize("capacity", [0, float("nan")])
-def test_a_capacity_that_serves_nobody_is_refused(capacity):
-    with pytest.raises(ValueError, match=f"capacity is {capacity}: give more than 0"):
-        layer(capacity=capacity)
+@pytest.mark.parametrize("factor", [0, float("nan")])
+def test_a_capacity_that_serves_nobody_is_refused(factor):
+    with pytest.raises(
+        ValueError, match=f"capacity_factor is {factor}, not more than 0"
+    ):
+        layer(factor=factor)
 
 
 def values_and_gradients_are_those_of_one_device(rank, world_size):
@@ -109,7 +111,7 @@ def replicas_are_averaged_by_fully_shard(rank, world_size):
 
 
 def a_line_is_the_ranks_own_and_may_be_empty(rank, world_size):
-    whole, X = layer(2, capacity=0.5), tokens_of(8, 8, 8, 8)
+    whole, X = layer(2, factor=0.5), tokens_of(8, 8, 8, 8)
     part, right = spread(whole), dense(whole, X[rank])[0]
     close(part(X[rank]), right)
     assert (whole(torch.cat(X)).split(8)[rank] - right).abs().max() > 1e-3
@@ -167,7 +169,7 @@ test_four_ranks = on_ranks(
 @pytest.mark.gpu
 @in_ranks(2)
 def test_on_a_gpu_it_is_the_same(rank, k):
-    whole, X = layer(2, capacity=1), tokens_of(5, 6)[rank]
+    whole, X = layer(2, factor=1), tokens_of(5, 6)[rank]
     part = spread(whole).cuda()
     *found, of_router = results(part, X.cuda(), part.router)
     *right, right_of_router = results(whole, X, whole.router)
