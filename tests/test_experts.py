@@ -26,7 +26,6 @@ def spread(whole, group=None):
 
 
 def tokens_of(*numbers):
-    """The tokens of some ranks, in a list."""
     return [randn(n, 6, seed=10 + i) for i, n in enumerate(numbers)]
 
 
@@ -59,7 +58,6 @@ def slope(call, X):
 
 
 def mean(of_ranks):
-    """The mean over ranks of lists of gradients."""
     return [torch.stack(grads).mean(0) for grads in zip(*of_ranks, strict=True)]
 
 
@@ -71,14 +69,8 @@ def test_a_layer_lets_each_token_pass_its_experts(top_k, factor):
     close(results(whole, X, whole), right)
     close(balance_loss(whole), dense(whole, X)[1])
     close(whole(X.view(2, 2, 5, 6)), right[0].view(2, 2, 5, 6))
-
-
-@pytest.mark.parametrize("factor", [0, float("nan")])
-def test_a_capacity_that_serves_nobody_is_refused(factor):
-    with pytest.raises(
-        ValueError, match=f"capacity_factor is {factor}, not more than 0"
-    ):
-        layer(factor=factor)
+    with pytest.raises(ValueError, match="capacity_factor is 0, not more than 0"):
+        layer(top_k, 0)
 
 
 def values_and_gradients_are_those_of_one_device(rank, world_size):
@@ -110,16 +102,6 @@ def replicas_are_averaged_by_fully_shard(rank, world_size):
             close(ranks.all_gather(rows, group).view_as(of_all), of_all)
 
 
-def a_line_is_the_ranks_own_and_may_be_empty(rank, world_size):
-    whole, X = layer(2, factor=0.5), tokens_of(8, 8, 8, 8)
-    part, right = spread(whole), dense(whole, X[rank])[0]
-    close(part(X[rank]), right)
-    assert (whole(torch.cat(X)).split(8)[rank] - right).abs().max() > 1e-3
-    part.router.weight.data.zero_()[:2] = torch.tensor([[2], [1]])  # experts 0 and 1
-    *_, of_experts = results(part, X[rank].abs(), part.experts)
-    assert any(grad.any() for grad in of_experts) == (rank == 0)
-
-
 def the_loss_for_balance_is_that_of_all_tokens(rank, world_size):
     whole, X = layer(2), tokens_of(8, 8, 8, 8)
     for group in groups_of(rank):
@@ -131,24 +113,19 @@ def the_loss_for_balance_is_that_of_all_tokens(rank, world_size):
             close(mean([x] for x in everyones(own.detach(), group)), [of_all.detach()])
 
 
-def sixteen_bits_are_those_of_one_device(rank, world_size):
-    whole, X = layer(2).bfloat16(), randn(9, 6).bfloat16()
-    part = spread(whole)
-    assert torch.equal(part(X), whole(X))
+def autocast_is_that_of_one_device(rank, world_size):
+    whole, X = layer(2).float(), randn(9, 6).float()
     with torch.autocast("cpu"):
-        assert torch.equal(part.float()(X), whole.float()(X))
+        assert torch.equal(spread(whole)(X), whole(X))
 
 
 def bytes_are_those_of_the_rows_that_travel(rank, world_size):
-    whole, X = layer(2), tokens_of(5, 6, 7, 8)
-    part, away = spread(whole), torch.zeros(4, 4, dtype=int)
+    whole, X = layer(), randn(1, 6).expand(5, 6)  # all go to one expert
+    part, home = spread(whole), whole.router(X[0]).argmax() // 2
     with count_bytes() as ledger:
-        results(part, X[rank])
-    for home, x in enumerate(X):
-        for expert in whole.router(x).topk(2).indices.flatten().tolist():
-            away[home, expert // 2] += home != expert // 2
-    rows, counts = 2 * (away.sum(0) + away.sum(1))[rank], 3 * 2 * 8
-    assert ledger.sent(rank) == rows * 6 * 8 + counts
+        results(part, X)
+    rows = 2 * (15 if rank == home else 5)
+    assert ledger.sent(rank) == rows * 6 * 8 + 3 * 2 * 8  # and the counts
     with pytest.raises(ValueError, match="6 experts cannot be divided among 4 ranks"):
         ParallelExperts(whole.experts[:6])
 
@@ -158,9 +135,8 @@ test_four_ranks = on_ranks(
     [
         values_and_gradients_are_those_of_one_device,
         replicas_are_averaged_by_fully_shard,
-        a_line_is_the_ranks_own_and_may_be_empty,
         the_loss_for_balance_is_that_of_all_tokens,
-        sixteen_bits_are_those_of_one_device,
+        autocast_is_that_of_one_device,
         bytes_are_those_of_the_rows_that_travel,
     ],
 )
@@ -170,7 +146,5 @@ test_four_ranks = on_ranks(
 @in_ranks(2)
 def test_on_a_gpu_it_is_the_same(rank, k):
     whole, X = layer(2, factor=1), tokens_of(5, 6)[rank]
-    part = spread(whole).cuda()
-    *found, of_router = results(part, X.cuda(), part.router)
-    *right, right_of_router = results(whole, X, whole.router)
-    close([x.cpu() for x in found + of_router], right + right_of_router)
+    found = results(spread(whole).cuda(), X.cuda())
+    close([x.cpu() for x in found], [*results(whole, X)])
