@@ -47,7 +47,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, width, num_experts, top_k=1, capacity_factor=None):
         super().__init__()
         if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"capacity_factor is {capacity_factor}, not more than 0")
+            raise ValueError(f"capacity_factor is {capacity_factor}: it must be > 0")
         self.top_k, self.capacity_factor, hidden = top_k, capacity_factor, 4 * width
         self.router = nn.Linear(width, num_experts, bias=False)
         self.experts = Experts(
@@ -90,7 +90,7 @@ class Exchange(torch.autograd.Function):
         """Send rank i the next go[i] rows; join those that come."""
         parts = ranks.all_to_all(X.split(go), group)
         ctx.scale, come = scale, [len(part) for part in parts]
-        ctx.back = come, group, 1 / scale  # its own gradient undoes it
+        ctx.back = come, group, 1 / scale  # for second derivatives
         return torch.cat(parts)
 
     @staticmethod

@@ -13,14 +13,8 @@ import torch
 from helpers import LIMIT, randn
 from torch import nn
 
-from d2lpar import (
-    CheckpointError,
-    RankError,
-    checkpoint,
-    launch,
-    load_checkpoint,
-    save_checkpoint,
-)
+from d2lpar import RankError, checkpoint, launch, load_checkpoint, save_checkpoint
+from d2lpar.checkpoint import CheckpointError
 
 SMALL = {"w": torch.tensor([1.0, torch.nan]), "step": 3}
 

@@ -69,7 +69,7 @@ def test_a_layer_lets_each_token_pass_its_experts(top_k, factor):
     close(results(whole, X, whole), right)
     close(balance_loss(whole), dense(whole, X)[1])
     close(whole(X.view(2, 2, 5, 6)), right[0].view(2, 2, 5, 6))
-    with pytest.raises(ValueError, match="capacity_factor is 0, not more than 0"):
+    with pytest.raises(ValueError, match="capacity_factor is 0: it must be > 0"):
         layer(top_k, 0)
 
 

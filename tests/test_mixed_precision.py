@@ -18,9 +18,15 @@ from d2lpar import (
     autocast,
     initialize,
     ranks,
+)
+from d2lpar.mixed_precision import (
+    FULL,
+    FULL_ON_GPUS,
+    LEVELS,
+    LOW,
+    LOW_DTYPES,
     round_to_fp8,
 )
-from d2lpar.mixed_precision import FULL, FULL_ON_GPUS, LEVELS, LOW, LOW_DTYPES
 from d2lpar.models import gpt, lenet_layers, resnet
 
 each_dtype = pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
