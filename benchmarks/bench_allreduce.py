@@ -5,6 +5,7 @@ rank is done. First, in one process, the ring against the naive form.
 """
 
 from functools import partial
+from statistics import median
 
 import torch
 from timing import (
@@ -17,9 +18,8 @@ from timing import (
     time_in_turn,
 )
 
-from d2lpar import launch, naive_allreduce, ring_allreduce, schedules
+from d2lpar import launch, naive_allreduce, planning, ring_allreduce, schedules
 from d2lpar.ranks.collectives import choose
-from d2lpar.study import methods
 
 SIZES = [10**3 * 4**i for i in range(8)] + [64 * 10**6]  # 1 kB to 64 MB
 NAMES = ["star", "ring", "tree", "direct", "halving_doubling", "recursive_doubling"]
@@ -58,13 +58,13 @@ def measure(rank: int, world_size: int) -> tuple[dict, dict]:
             "messages": partial(ours, group=messages),
         }
         rounds = 60 if nbytes < 10**6 else 20 if nbytes < 2 * 10**7 else 8
-        results[nbytes] = methods.time_in_turn(contenders, rounds)
+        results[nbytes] = planning.time_in_turn(contenders, rounds)
         for way, group in (("lanes", lanes), ("messages", messages)):
             calls = {
                 name: partial(ours, getattr(schedules, name), group=group)
                 for name in NAMES
             }
-            by_schedule[way, nbytes] = methods.time_in_turn(calls, rounds)
+            by_schedule[way, nbytes] = planning.time_in_turn(calls, rounds)
     return results, by_schedule
 
 
@@ -88,7 +88,7 @@ def print_choice(world_size: int, by_schedule: dict) -> None:
     """Print the fastest schedule of each size, and what ``choose`` loses against it."""
     lost = {}
     for (way, nbytes), seconds in by_schedule.items():
-        medians = {name: methods.quartiles(s)[1] for name, s in seconds.items()}
+        medians = {name: median(s) for name, s in seconds.items()}
         best, taken = min(medians, key=medians.get), choose(nbytes, world_size).__name__
         loss = medians[taken] / medians[best]
         lost[way] = max(lost.get(way, 0), loss)

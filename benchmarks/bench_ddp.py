@@ -5,7 +5,7 @@ from functools import partial
 from timing import AGAIN, print_machine, print_ratios
 
 from d2lpar import launch
-from d2lpar.study.methods import time_in_turn
+from d2lpar.planning import time_in_turn
 
 GOALS = {"25 million parameters": 0.9, "60 small layers": 0.9, "LeNet": 1.05}
 

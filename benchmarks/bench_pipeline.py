@@ -12,7 +12,7 @@ from statistics import median
 from timing import print_goal, print_machine, ratio
 
 from d2lpar import launch
-from d2lpar.study.methods import time_in_turn
+from d2lpar.planning import time_in_turn
 
 WIDTH, LAYERS, ROWS = 512, 8, 512  # ROWS of a micro-batch
 GOAL = 1.5

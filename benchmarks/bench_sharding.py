@@ -5,7 +5,7 @@ from functools import partial
 from timing import AGAIN, print_machine, print_ratios
 
 from d2lpar import launch
-from d2lpar.study import methods
+from d2lpar.planning import time_in_turn
 
 ROWS, WIDTH, LAYERS, RANKS = 256, 1024, 4, 2
 # Only three of ours have lanes at once, and torch's are compared with one of them.
@@ -55,7 +55,7 @@ def measure(rank: int, world_size: int, names: tuple) -> dict[str, list[float]]:
         "torch's fully_shard": partial(step_of, shard=torchs_fsdp),
         "torch's again": partial(step_of, shard=torchs_fsdp),
     }
-    return methods.time_in_turn({name: steps[name]() for name in names}, 30, 5)
+    return time_in_turn({name: steps[name]() for name in names}, 30)
 
 
 def main():

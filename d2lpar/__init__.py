@@ -33,17 +33,14 @@ from .memory import peak_memory, saved_memory
 from .mixed_precision import GradScaler, MasterWeights, autocast, initialize
 from .pipeline import DistributedPipeline, Pipeline, cut
 from .pipeline_schedules import (
-    Action,
     bubble,
     clock,
     gpipe,
     interleaved,
     one_f_one_b,
-    play,
-    sequential,
     zero_bubble,
-    zero_bubble_v,
 )
+from .planning import Machine, Plan, Transformer, fastest
 from .ranks import MismatchError, PeerError, RankError, launch
 from .sampler import DistributedSampler
 from .schedules import (

@@ -1,11 +1,9 @@
 """Networks as lists of layers, to be cut: LeNet, a ResNet, a small GPT.
 
-Each is an ``nn.Sequential`` that takes one tensor and returns the logits. ``Copy`` and
-``Sum`` do nothing: they mark where a split inside layers would send something
-(``tensor_parallel``'s copy and sum). The ResNet is He et al., "Deep Residual Learning
-for Image Recognition" (2016), with Dive into Deep Learning's stem for small images. The
-GPT is GPT-2 (Radford et al., 2019) without dropout, and its head has its own weight;
-chapter 14 shows it.
+Each is an ``nn.Sequential`` that takes one tensor and returns the logits. The ResNet is
+He et al., "Deep Residual Learning for Image Recognition" (2016), with Dive into Deep
+Learning's stem for small images. The GPT is GPT-2 (Radford et al., 2019) without
+dropout, and its head has its own weight; chapter 14 shows it.
 """
 
 from collections.abc import Callable
@@ -17,14 +15,6 @@ from torch.nn import functional as F
 from .training import init_params
 
 
-class Copy(nn.Identity):
-    """Marks where parts that are cut take a tensor that all ranks have."""
-
-
-class Sum(nn.Identity):
-    """Marks where the results of the parts are added up."""
-
-
 def lenet_layers(scale=0.01, generator=None) -> nn.Sequential:
     """Return ``lenet`` as four layers: images (n, 1, 28, 28) to logits (n, 10).
 
@@ -32,10 +22,10 @@ def lenet_layers(scale=0.01, generator=None) -> nn.Sequential:
     """
     W1, b1, W2, b2, W3, b3, W4, b4 = init_params(scale, generator)
     crop = nn.ZeroPad2d((0, -2, 0, -2))
-    conv1 = crop, Copy(), Affine(F.conv2d, W1, b1), nn.ReLU(), nn.AvgPool2d(2)
-    conv2 = Affine(F.conv2d, W2, b2), Sum(), nn.ReLU(), nn.AvgPool2d(2)
-    linear1 = nn.Flatten(), Copy(), Affine(linear, W3, b3), nn.ReLU()
-    linear2 = Affine(linear, W4, b4), Sum()
+    conv1 = crop, Affine(F.conv2d, W1, b1), nn.ReLU(), nn.AvgPool2d(2)
+    conv2 = Affine(F.conv2d, W2, b2), nn.ReLU(), nn.AvgPool2d(2)
+    linear1 = nn.Flatten(), Affine(linear, W3, b3), nn.ReLU()
+    linear2 = (Affine(linear, W4, b4),)
     layers = [nn.Sequential(*parts) for parts in (conv1, conv2, linear1, linear2)]
     return nn.Sequential(*layers)
 
@@ -84,12 +74,10 @@ class Residual(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1):
         super().__init__()
         self.convolutions = nn.Sequential(
-            Copy(),
             nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False),
             nn.BatchNorm2d(out_channels),
             nn.ReLU(),
             nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
-            Sum(),
             nn.BatchNorm2d(out_channels),
         )
         self.shortcut = nn.Identity()

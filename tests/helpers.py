@@ -89,6 +89,14 @@ def clones(tensors):
     return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
 
 
+def grid(num_rows, num_columns):
+    """Return the groups of this rank's row, of neighbours, and of its column."""
+    places = torch.arange(num_rows * num_columns).view(num_rows, num_columns)
+    row, _ = dist.new_subgroups_by_enumeration(places.tolist())
+    column, _ = dist.new_subgroups_by_enumeration(places.T.tolist())
+    return row, column
+
+
 def groups_of(rank):
     """All four ranks, two of them, and this one alone."""
     yield None

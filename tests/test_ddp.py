@@ -22,6 +22,7 @@ from helpers import (
     everyones,
     gradient,
     grads,
+    grid,
     linear,
     mlp,
     on_ranks,
@@ -291,7 +292,7 @@ def trains_on_shards(rank, k):
 
 def layers_that_send(columns, rank, k):
     """A layer that is cut among a row of ranks, and SyncBatchNorm over a column."""
-    row, column = ranks.make_grid(k // columns, columns)
+    row, column = grid(k // columns, columns)
     me, share = dist.get_rank(row), dist.get_rank(column)
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), *mlp(8, 12, 3)).double()

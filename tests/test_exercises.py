@@ -13,7 +13,7 @@ from exercises import CHAPTERS, MASTERS, STUDENTS, role
 from nbformat.v4 import new_code_cell, new_notebook
 
 from d2lpar import data
-from d2lpar.study.checks import STUB
+from d2lpar.checks import STUB
 
 NAMES = sorted(path.stem for path in CHAPTERS.glob("*.ipynb"))
 PROVISIONAL = "18_comparison"  # the end of the book takes its place: one exercise
@@ -172,7 +172,7 @@ def test_a_student_gets_stubs_and_visible_checks_and_locked_cells():
 
 def test_what_a_check_accepts_or_says_badly_is_told(capsys):
     one = answers.Exercise(1, "double", ANSWER, CHECK)
-    setup = "from d2lpar.study.checks import exercise"
+    setup = "from d2lpar.checks import exercise"
     assert attempt(fresh(setup), one, one.solution) == ""
     assert capsys.readouterr().out == "1: done. 4.\n"
     refusal = attempt(fresh(setup), one, "def double(x):\n    return 3 * x")

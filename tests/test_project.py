@@ -29,9 +29,9 @@ HOUSE = {
     "": "devices data memory training models checkpoint schedules collectives",
     "ranks": "lanes transport sender collectives _old worker launch",
     "middle": "data_parallel losses ddp sampler batch_norm mixed_precision sharding"
-    " pipeline_schedules pipeline tensor_parallel context_parallel experts",
-    "study": "splits layers methods checks",
-    "roof": "train_ddp plot",
+    " pipeline_schedules pipeline tensor_parallel context_parallel experts planning",
+    "study": "layers methods",
+    "roof": "train_ddp plot checks",
 }
 ORDER = [
     f"{room}.{file}".removeprefix("roof.").removeprefix("middle.").removeprefix(".")

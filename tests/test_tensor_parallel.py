@@ -7,7 +7,16 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import attempt, close, everyones, groups_of, in_ranks, on_ranks, randn
+from helpers import (
+    attempt,
+    close,
+    everyones,
+    grid,
+    groups_of,
+    in_ranks,
+    on_ranks,
+    randn,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -183,7 +192,7 @@ def parameters_may_be_frozen_replaced_and_shared(rank, world_size):
 
 def shards_and_layers_may_both_be_cut(rank, world_size):
     """A GPT of two ranks whose parameters two more ranks share, with sequence."""
-    row, column = ranks.make_grid(2, 2)
+    row, column = grid(2, 2)
     for sequence in BOTH:
         whole, (X, y) = small_gpt(), text()
         ours = cut_layers(small_gpt(), row, sequence)

@@ -19,7 +19,7 @@ import torch
 from exercises import MASTERS, SOLUTION, masters, role, solution
 from packaging.version import Version
 
-from d2lpar.study.checks import AnswerError
+from d2lpar.checks import AnswerError
 
 SENTENCE = 400  # characters that a check may say
 

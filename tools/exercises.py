@@ -20,7 +20,7 @@ import nbformat
 from nbformat import NotebookNode
 from saved_cells import ROOT, formatted
 
-from d2lpar.study.checks import STUB
+from d2lpar.checks import STUB
 
 MASTERS = ROOT / "tests" / "exercises"
 CHAPTERS = ROOT / "notebooks"

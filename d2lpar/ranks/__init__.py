@@ -6,7 +6,6 @@
 anywhere, and ``worker`` is what runs in them.
 """
 
-from ._old import make_grid
 from .collectives import (
     agree,
     all_gather,

@@ -1,29 +1,11 @@
-"""LeNet and an MLP that are cut over ranks, until chapters 17 and 18 take the GPT."""
+"""LeNet, cut over ranks, until chapter 18 takes the GPT."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from .. import ranks
-from ..models import Block, Head, gpt
-from ..models import Copy as CopyMark
-from ..models import Sum as SumMark
-from ..tensor_parallel import (
-    ColumnParallelLinear,
-    Copy,
-    RowParallelLinear,
-    Sum,
-    own_part,
-)
-
-
-class TensorParallelMLP(nn.Sequential):
-    """Two linear layers and a GELU, with one allreduce each way."""
-
-    def __init__(self, num_features, num_hidden, group=None):
-        columns = ColumnParallelLinear(nn.Linear(num_features, num_hidden), group)
-        rows = RowParallelLinear(nn.Linear(num_hidden, num_features), group)
-        super().__init__(columns, nn.GELU(), rows)
+from ..tensor_parallel import Copy, Sum, own_part
 
 
 class TensorParallelLeNet(nn.Module):
@@ -56,17 +38,3 @@ def cut_lenet(params, group=None):
     for i in (0, 2):
         own[i] = own[i].to(memory_format=torch.channels_last)
     return own
-
-
-def transformer(
-    vocab_size=8192, width=256, num_heads=4, num_blocks=8, length=128
-) -> nn.Sequential:
-    """Return a GPT with ``Copy`` and ``Sum`` of ``models`` where a cut would be."""
-    model = gpt(vocab_size, width, num_heads, num_blocks, length)
-    for part in model:
-        if isinstance(part, Block):
-            part.attention = nn.Sequential(CopyMark(), part.attention, SumMark())
-            part.mlp = nn.Sequential(CopyMark(), part.mlp, SumMark())
-        elif isinstance(part, Head):
-            part.logits = nn.Sequential(CopyMark(), part.logits)
-    return model

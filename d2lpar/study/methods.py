@@ -5,8 +5,6 @@ launch: a disturbance of the machine then hits all methods alike. Notebook 18 us
 file.
 """
 
-import random
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from .. import ranks
 from ..data_parallel import DataParallel
 from ..ddp import DistributedDataParallel
 from ..devices import count_bytes
@@ -29,7 +26,6 @@ from ..pipeline import DistributedPipeline, cut
 from ..schedules import cost, ring, star
 from ..sharding import ShardedOptimizer, fully_shard
 from .layers import TensorParallelLeNet
-from .splits import profile
 
 ALONE = "one device", "DataParallel"  # in one process: rank 0 works, the others wait
 DATA = "DDP", "DDP, one bucket", "torch's DDP"  # the second is apex's delay_allreduce
@@ -77,11 +73,11 @@ def make(
         return None
     region = region or autocast(enabled=False)
     layers = lenet_layers(0.05, torch.Generator().manual_seed(0))
-    model = _wrap(name, layers, X, rank, k)
+    model = _wrap(name, layers, rank, k)
     if name in (*DATA, *SHARDED):
         X, y = X.tensor_split(k)[rank], y.tensor_split(k)[rank]
     if name == "pipeline":
-        stages = pipeline_stages(layers, X, k)
+        stages = pipeline_stages(layers, k)
         stages[rank] = _in_region(region, model)
         pipeline = DistributedPipeline(stages, _WideLoss(), MICROBATCHES, count=len)
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -113,11 +109,9 @@ def _check(name: str, X: torch.Tensor, k: int) -> None:
         raise ValueError(f"{len(X)} rows cannot be split evenly over {k} ranks")
 
 
-def _wrap(
-    name: str, layers: nn.Sequential, X: torch.Tensor, rank: int, k: int
-) -> nn.Module:
+def _wrap(name: str, layers: nn.Sequential, rank: int, k: int) -> nn.Module:
     if name == "pipeline":
-        return pipeline_stages(layers, X, k)[rank]
+        return pipeline_stages(layers, k)[rank]
     if name == "tensor split":
         return TensorParallelLeNet(list(layers.parameters()))
     if name == "DataParallel":
@@ -136,9 +130,9 @@ def _wrap(
     return layers
 
 
-def pipeline_stages(layers, X, k) -> list[nn.Sequential]:
+def pipeline_stages(layers, k) -> list[nn.Sequential]:
     """Return k stages with about as many FLOP each."""
-    return cut(layers, k, [sum(layer.flops) for layer in profile(layers, X[:2])])
+    return cut(layers, k, [207_360, 3_200_000, 204_800, 2_560])
 
 
 def _in_region(region, module):
@@ -217,30 +211,6 @@ def loss_after(
         return None
     value = [method.step() for _ in range(steps)][-1]
     return None if value is None else value.item()
-
-
-def time_in_turn(
-    steps: dict[str, Callable | None], rounds: int = 15, warm_up: int = 2, seed: int = 0
-) -> dict[str, list[float]]:
-    """Return the seconds of each step in each round, those of the slowest rank.
-
-    Called on all ranks, with the same names in the same order; ranks begin each step
-    together. None stands for a step in which this rank has no part. ``seed`` decides in
-    which order steps run.
-    """
-    order, seconds = random.Random(seed), {name: [] for name in steps}
-    for i in range(warm_up + rounds):
-        for name in order.sample(list(steps), len(steps)):
-            # MismatchError, where ranks would run different ones
-            ranks.agree(str(name))
-            begin = time.perf_counter()
-            if steps[name]:
-                steps[name]()
-            if i >= warm_up:
-                seconds[name].append(time.perf_counter() - begin)
-    own = torch.tensor([list(seconds.values())], dtype=torch.float64)
-    slowest = ranks.all_gather(own).amax(dim=0)
-    return dict(zip(seconds, slowest.tolist(), strict=True))
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -1,13 +1,11 @@
 """The comparison: every method trains the same network, and its counts are right."""
 
-import time
-
 import pytest
 import torch
 from helpers import attempt
 from torch.nn import functional as F
 
-from d2lpar import autocast, ranks
+from d2lpar import autocast
 from d2lpar.models import lenet_layers
 from d2lpar.ranks.launch import launch
 from d2lpar.study import methods
@@ -16,7 +14,6 @@ from d2lpar.study.methods import (
     PUBLISHED,
     predict_images,
     ratios,
-    time_in_turn,
     unrest,
 )
 
@@ -113,37 +110,16 @@ def test_what_is_held_and_the_peak(found):
         assert peak[name, 16][0] < peak[name, 32][0]
 
 
-def in_turn(rank, world_size):
-    (X, y), order = batch(), []
-    steps = {name: (lambda name=name: order.append(name)) for name in "abc"}
-    if rank:
-        steps["b"] = None
-    else:
-        steps["c"] = lambda: (order.append("c"), time.sleep(0.01))
-    seconds = time_in_turn(steps, rounds=4, warm_up=1)
-    refused = [
-        attempt(methods.make, "ddp", X, y),
-        attempt(methods.make, "DDP", X[:15], y[:15]),
-        attempt(time_in_turn, dict.fromkeys("ab" if rank else "ba")),
-    ]
-    ranks.barrier()
-    return order, seconds, [found[:2] for found in refused]
+def refusals(rank, world_size):
+    X, y = batch()
+    calls = (methods.make, "ddp", X, y), (methods.make, "DDP", X[:15], y[:15])
+    return [attempt(*call)[:2] for call in calls]
 
 
-def test_all_take_turns_in_the_same_order_which_changes():
-    (first, seconds, refused), (second, same, _) = launch(in_turn, 2, timeout=60)
-    assert seconds == same and min(seconds["c"]) >= 0.01  # the slowest rank's
-    assert second == [name for name in first if name != "b"]
-    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys(
-        "abc", 4
-    )
-    rounds = [tuple(first[i : i + 3]) for i in range(0, 15, 3)]
-    assert all(sorted(turns) == ["a", "b", "c"] for turns in rounds)
-    assert len(set(rounds)) > 1
-    unknown, uneven, order = refused
+def test_what_cannot_be_made_is_named():
+    unknown, uneven = launch(refusals, 2, timeout=60)[0]
     assert "there is no method 'ddp', but one device, DataParallel, DDP" in unknown[1]
     assert uneven == ("ValueError", "15 rows cannot be split evenly over 2 ranks")
-    assert order[0] == "MismatchError" and "rank 0" in order[1]
 
 
 def test_ratios_are_of_rounds_and_unrest_is_told():

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..ranks.launch import RankError
+from .ranks.launch import RankError
 
 LONGEST = 300  # characters of an error
 STUB = 'raise NotImplementedError("your code")'

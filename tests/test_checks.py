@@ -8,8 +8,8 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
+from d2lpar.checks import STUB, AnswerError, exercise, number, off
 from d2lpar.ranks.launch import launch
-from d2lpar.study.checks import STUB, AnswerError, exercise, number, off
 
 ZEROS = [torch.zeros(2, 3), torch.zeros(4)]
 

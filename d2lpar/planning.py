@@ -1,0 +1,200 @@
+"""Planning: what a training step of a GPT takes on many devices, before it runs.
+
+A plan says into how many parts a step is cut. What each rank sends, holds and waits for
+follows from a few numbers of the network, the devices and the links. Chapter 17 writes
+this file. Sources, on arXiv: 2104.04473 and 2205.05198 (Megatron), 1910.02054 (ZeRO).
+"""
+
+import time
+from itertools import product
+from math import ceil, log2
+from typing import NamedTuple
+
+import torch
+
+from . import ranks
+
+
+class Transformer(NamedTuple):
+    """A GPT in numbers."""
+
+    num_blocks: int
+    width: int
+    length: int  # tokens of a sequence
+    vocab_size: int
+    weights: int  # of a block, which every token meets
+    heads: int  # width of a token's queries
+    kv: int  # width of its keys, and of its values
+    expert: int = 0  # weights of one expert
+    num_experts: int = 0  # of a block
+    top_k: int = 0  # of these, for each token
+
+
+def gpt_numbers(num_blocks, width, length, vocab_size):
+    """Return the numbers of ``gpt``, but for biases, norms and positions."""
+    sizes = num_blocks, width, length, vocab_size
+    return Transformer(*sizes, weights=12 * width**2, heads=width, kv=width)
+
+
+def forward_flops(net):
+    """Return the floating-point operations of a token's forward pass."""
+    met = net.weights + net.top_k * net.expert  # a product and a sum with each
+    attention = net.length * net.heads  # two with each number of length / 2 tokens
+    return 2 * (net.num_blocks * (met + attention) + net.vocab_size * net.width)
+
+
+class Machine(NamedTuple):
+    """Devices in nodes, and links: (alpha, beta), seconds per message and per byte."""
+
+    flops: float  # per second and device
+    near: tuple[float, float]  # the link inside a node
+    far: tuple[float, float] = (0.0, 0.0)  # between nodes
+    node: int = 8  # devices
+    memory: float = 80e9  # bytes of a device
+    overhead: float = 0.0  # seconds of a block, however little it computes
+    overlap: bool = True  # whether gradients travel while devices compute
+
+
+def time_in_turn(steps, rounds=7):
+    """Return {name: seconds in each round} for {name: function}, of the slowest rank.
+
+    All ranks call it, and begin each step together.
+    """
+    seconds, names = {name: [] for name in steps}, list(steps)
+    for i in range(1 + rounds):  # the first one warms up
+        for name in names[:: (-1) ** i]:
+            ranks.agree(name)
+            begin = time.perf_counter()
+            steps[name]()
+            seconds[name].append(time.perf_counter() - begin)
+    own = torch.tensor([list(seconds.values())], dtype=torch.float64)
+    return dict(zip(names, ranks.all_gather(own).amax(dim=0)[:, 1:].tolist()))
+
+
+class Plan(NamedTuple):
+    """How a step is cut, for dp · tp · pp · cp devices."""
+
+    dp: int = 1  # parts of the batch
+    tp: int = 1  # of each layer
+    pp: int = 1  # of the stack of blocks
+    cp: int = 1  # of each sequence
+    ep: int = 1  # of the experts, among the ranks of dp
+    m: int = 1  # micro-batches
+    v: int = 1  # stages of a rank
+    zero: int = 0  # 1 shards the optimiser's state, 3 parameters and gradients as well
+    recompute: bool = False  # each block, in backward
+    sequence: bool = False  # sequence parallelism, with tp
+    ulysses: bool = False  # instead of ring attention, with cp
+    item: int = 4  # bytes per number, except for gradients: these have 4
+
+
+def axes(plan):
+    """Return {axis: (distance of neighbours, number of ranks)}; tp is the nearest."""
+    dp, tp, pp, cp, ep = plan[:5]
+    found = {"tp": (1, tp), "cp": (tp, cp), "ep": (tp * cp, ep), "dp": (tp, cp * dp)}
+    found["pp"] = tp * cp * dp, pp
+    return {axis: (stride, size) for axis, (stride, size) in found.items() if size > 1}
+
+
+def share(net, plan, n):
+    """Return a rank's tokens in a micro-batch, blocks, and [(parameters, copies)]."""
+    same, tokens = plan.dp * plan.cp, n * net.length / (plan.dp * plan.cp * plan.m)
+    blocks = plan.v * ceil(net.num_blocks / plan.pp / plan.v)
+    ends = net.vocab_size * net.width * (2 if plan.pp == 1 else 1)
+    experts = blocks * net.num_experts * net.expert / plan.ep / plan.tp
+    dense = (blocks * net.weights + ends) / plan.tp
+    return tokens, blocks, [(dense, same), (experts, same // plan.ep)]
+
+
+def sent(net, plan, n):
+    """Return {axis: (messages, bytes)}: what a rank sends in a step of n sequences."""
+    tokens, blocks, params = share(net, plan, n)
+    q, kv, rows = (tokens * x * plan.item for x in (net.heads, net.kv, net.width))
+    tp, pp, cp, ep, m = plan[1:6]
+    again = plan.recompute  # all that a block sends forward, but for its last sum
+    per_block = {  # calls, messages of each, bytes of each
+        "tp": (8 + 2 * (plan.sequence + again), log2(tp), (1 - 1 / tp) * rows),
+        "cp": ((2 + again) * (cp - 1) + cp, 1, 2 * kv / tp),
+        "ep": (4 + 2 * again, 1, (1 - 1 / ep) * net.top_k * rows),
+    }
+    if plan.ulysses:
+        per_block["cp"] = 4 + 2 * again, 1, (1 - 1 / cp) * (q + kv) / tp
+    found = {}
+    for axis, (calls, messages, nbytes) in per_block.items():
+        calls *= m * (blocks + 0.5 * (axis == "tp"))  # a half for embedding and head
+        found[axis] = calls * messages, calls * nbytes
+    travels = m * (2 * plan.v - (pp == 2))
+    found["pp"] = travels, travels * rows / (tp if plan.sequence else 1)
+    gathers = 2 * m if plan.zero == 3 else 1
+    units = {0: 1, 1: 12 * blocks, 3: blocks}[plan.zero]  # one bucket, tensors, blocks
+    each = 8 if plan.zero == 0 else 4 + gathers * plan.item
+    nbytes = each * sum((1 - 1 / k) * number for number, k in params)
+    found["dp"] = (1 + gathers) * units * log2(plan.dp * cp), nbytes
+    return {axis: found[axis] for axis in axes(plan)}
+
+
+def held(net, plan, n):
+    """Return what the fullest rank holds: bytes of parameters, and of activations."""
+    tokens, blocks, params = share(net, plan, n)
+    state = 8 if plan.item == 4 else 12  # of Adam, in 16 bits with float32 weights
+    each = plan.item + 4 + state
+    sharded = {0: 0, 1: state, 3: each}[plan.zero]
+    own = sum(number * (each - sharded + sharded / k) for number, k in params)
+    of_block = 16 / plan.tp if plan.sequence else 4 + 12 / plan.tp
+    alive = min(plan.m, plan.pp + (plan.pp - 1) / plan.v * (plan.v > 1))
+    kept = alive * blocks * of_block
+    if plan.recompute:  # inputs of blocks, and one whole block
+        kept = alive * blocks / (plan.tp if plan.sequence else 1) + of_block
+    return {"parameters": own, "activations": kept * tokens * net.width * plan.item}
+
+
+def link_of(axis, plan, machine):
+    """Return (alpha, beta) of the links that an axis uses."""
+    stride, size = axes(plan)[axis]
+    if stride * size <= machine.node:
+        return machine.near
+    is_ring = axis not in ("ep", "pp")  # a ring leaves a node once for all ranks there
+    ranks_there = max(1, machine.node // stride) if is_ring else 1
+    alpha, beta = machine.far
+    return alpha, max(beta / ranks_there, machine.near[1])
+
+
+def spent(net, plan, n, machine):
+    """Return for what the seconds of a step are spent: computing, axes, the bubble."""
+    tokens, blocks, _ = share(net, plan, n)
+    flops = forward_flops(net._replace(num_blocks=blocks * plan.pp)) / plan.pp / plan.tp
+    of_passes = (4 if plan.recompute else 3) / 3 * plan.m  # backward is two of three
+    computing = 3 * flops * tokens / machine.flops + blocks * machine.overhead
+    found = {"computing": of_passes * computing}
+    for axis, (messages, nbytes) in sent(net, plan, n).items():
+        alpha, beta = link_of(axis, plan, machine)
+        found[axis] = messages * alpha + nbytes * beta
+    each = sum(found[axis] for axis in found if axis != "dp") / plan.m / plan.v
+    if machine.overlap and "dp" in found:
+        hidden = found["computing"] / (1 if plan.zero == 3 else plan.m)
+        found["dp"] = max(0, found["dp"] - hidden)
+    return found | {"bubble": (plan.pp - 1) * each}
+
+
+def all_plans(net, n, k):
+    """Yield the plans for n sequences on k devices, powers of two, in 16 bits."""
+    powers = [2**i for i in range(k.bit_length())]
+    for dp, tp, pp, cp in product(powers, repeat=4):
+        if dp * tp * pp * cp != k or n % dp or pp > net.num_blocks:
+            continue
+        eps = [ep for ep in powers if ep <= min(dp, net.num_experts)] or [1]
+        ms = [m for m in powers if n // dp % m == 0]
+        vs = [v for v in powers[:4] if v == 1 or 1 < pp <= net.num_blocks / v]
+        for ep, m, v, zero, again in product(eps, ms, vs, (0, 1, 3), (False, True)):
+            if v == 1 or m % pp == 0:  # else an interleaved schedule deadlocks
+                cuts = dp, tp, pp, cp, ep, m, v, zero, again
+                yield Plan(*cuts, sequence=tp > 1, item=2)
+
+
+def fastest(net, n, k, machine, count=1):
+    """Return the ``count`` fastest plans that fit, as (seconds, plan)."""
+    timed = []
+    for plan in all_plans(net, n, k):
+        if sum(held(net, plan, n).values()) <= machine.memory:
+            timed.append((sum(spent(net, plan, n, machine).values()), plan))
+    return sorted(timed)[:count]

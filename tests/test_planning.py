@@ -1,0 +1,258 @@
+"""What a plan sends and holds is what real ranks send and hold; time is by hand."""
+
+from functools import partial
+from itertools import product
+from math import prod
+from time import sleep
+
+import pytest
+import torch
+from helpers import LIMIT, attempt
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import d2lpar
+from d2lpar import launch, peak_memory, planning, ranks, schedules
+from d2lpar.models import gpt
+from d2lpar.pipeline_schedules import clock, interleaved, one_f_one_b
+from d2lpar.planning import Machine, Plan, Transformer, gpt_numbers
+
+NET, N = gpt_numbers(4, 64, 32, 48), 8
+EXPERTS = NET._replace(weights=4 * 64**2, expert=8 * 64**2, num_experts=4, top_k=1)
+
+
+def test_flops_and_weights_are_those_of_the_gpt():
+    net, model = gpt_numbers(2, 24, 10, 30), gpt(30, 24, 3, 2, 10)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(torch.zeros(3, 10, dtype=torch.long))
+    square = 2 * 2 * 10 * 24  # torch counts all pairs of tokens, and not half of them
+    assert counter.get_total_flops() == 30 * (planning.forward_flops(net) + square)
+    matrices = [p.numel() for name, p in model.named_parameters() if p.dim() == 2]
+    _, _, [(weights, copies), (experts, _)] = planning.share(net, Plan(), 3)
+    assert (weights, copies, experts) == (sum(matrices) - 10 * 24, 1, 0)
+
+
+def test_a_token_meets_only_its_experts_but_they_are_all_there():
+    more = EXPERTS._replace(num_experts=8)
+    assert planning.forward_flops(more) == planning.forward_flops(NET)
+    _, _, [_, (experts, copies)] = planning.share(more, Plan(dp=4, ep=2), N)
+    assert (experts, copies) == (4 * 4 * 8 * 64**2, 2)
+
+
+def in_turn(rank, world_size):
+    order, steps = [], {}
+    for name in "abc":
+        wait = 0.02 if (name, rank) == ("b", 1) else 0
+        steps[name] = lambda name=name, wait=wait: (order.append(name), sleep(wait))
+    seconds = planning.time_in_turn(steps, rounds=3)
+    refused = attempt(planning.time_in_turn, {"ab"[rank]: lambda: None})[0]
+    return "".join(order), seconds, refused
+
+
+def test_all_take_turns_and_the_slowest_rank_counts():
+    first, second = launch(in_turn, 2, timeout=LIMIT)
+    assert first == second
+    order, seconds, refused = first
+    assert order == "abccbaabccba" and refused == "MismatchError"
+    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys(
+        order, 3
+    )
+    assert min(seconds["b"]) >= 0.02 > max(seconds["a"])
+
+
+# What real ranks send and hold
+
+
+def cut_model(plan):
+    """Return the GPT that a plan describes."""
+    torch.manual_seed(0)
+    embedding, *blocks, _ = model = gpt(48, 64, 4, 4, 32)
+    for block in blocks:
+        if plan.ep > 1:
+            block.mlp = d2lpar.MixtureOfExperts(64, 4)
+            block.mlp.experts = d2lpar.ParallelExperts(block.mlp.experts)
+        if plan.cp > 1:
+            forms = d2lpar.ring_attention, d2lpar.ulysses_attention
+            block.attention.attend = forms[plan.ulysses]
+        if plan.recompute:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if plan.zero == 3:
+            dtype = torch.bfloat16 if plan.item == 2 else None
+            d2lpar.fully_shard(block, param_dtype=dtype)
+    if plan.cp > 1:
+        own = d2lpar.own_tokens(torch.arange(32), dim=0)
+        embedding.positions.register_forward_pre_hook(lambda *_: (own,))
+    if plan.tp > 1:
+        return d2lpar.cut_layers(model, sequence=plan.sequence)
+    if plan.zero == 3:
+        return d2lpar.fully_shard(model, param_dtype=dtype)
+    if plan.zero or plan.pp > 1 or plan.ep > 1:
+        return model
+    return d2lpar.DistributedDataParallel(model) if plan.dp * plan.cp > 1 else model
+
+
+def backward(plan, model, X, rank):
+    """Return a function that makes a step's passes on this rank's rows or tokens."""
+    if plan.pp > 1:
+        stages = d2lpar.cut(model, plan.pp * plan.v, [0, 1, 1, 1, 1, 0])
+        schedule = partial(interleaved, v=plan.v) if plan.v > 1 else one_f_one_b
+        pipe = d2lpar.DistributedPipeline(stages, Total(), plan.m, schedule)
+        return lambda: pipe.forward_backward(X, X)
+    own = X.chunk(plan.dp)[rank] if plan.dp > 1 else X
+    own = d2lpar.own_tokens(own) if plan.cp > 1 else own
+    return lambda: model(own).float().square().mean().backward()
+
+
+class Total(torch.nn.Module):
+    reduction = "sum"
+
+    def forward(self, output, _):
+        return output.square().sum()
+
+
+def measure(rank, k, plan):
+    """Return what a step sends, what of the model is here, and the peak of the rest."""
+    ranks.collectives.choose = lambda nbytes, k: schedules.ring
+    X = torch.randint(48, (N, 32), generator=torch.Generator().manual_seed(1))
+    model = cut_model(plan)
+    step, params = backward(plan, model, X, rank), list(model.parameters())
+    if plan.zero == 1:
+        optimizer = d2lpar.ShardedOptimizer(params, torch.optim.Adam)
+    with d2lpar.count_bytes() as ledger:
+        step()
+        if plan.zero == 1:
+            optimizer.step()
+    return ledger.sent(rank), sum(p.numel() for p in params), peak_memory(step, "cpu")
+
+
+PLANS = {
+    "data": Plan(dp=4),
+    "ZeRO-1": Plan(dp=4, zero=1),
+    "ZeRO-3": Plan(dp=4, zero=3),
+    "ZeRO-3, 16 bits": Plan(dp=4, zero=3, item=2),
+    "recomputed": Plan(dp=4, recompute=True),
+    "pipeline": Plan(pp=4, m=8),
+    "pipeline of two": Plan(pp=2, m=8),
+    "interleaved": Plan(pp=2, m=8, v=2),
+    "tensor": Plan(tp=4),
+    "tensor, recomputed": Plan(tp=4, recompute=True),
+    "sequence": Plan(tp=4, sequence=True),
+    "sequence, recomputed": Plan(tp=4, sequence=True, recompute=True),
+    "ring": Plan(cp=4),
+    "ring, recomputed": Plan(cp=4, recompute=True),
+    "Ulysses": Plan(cp=4, ulysses=True),
+    "Ulysses, recomputed": Plan(cp=4, ulysses=True, recompute=True),
+    "experts": Plan(dp=4, ep=4),
+    "experts, recomputed": Plan(dp=4, ep=4, recompute=True),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_ranks_send_and_hold_what_was_planned(plan):
+    net = EXPERTS if plan.ep > 1 else NET
+    sent, counts, peaks = zip(*launch(measure, prod(plan[:4]), plan, timeout=LIMIT))
+    planned = planning.sent(net, plan, N)
+    if plan.ep > 1:  # here nobody averages
+        del planned["dp"]
+    # biases, norms and positions are not planned; nor whom a router prefers
+    assert max(sent) == pytest.approx(sum(b for _, b in planned.values()), rel=0.07)
+    _, _, params = planning.share(net, plan, N)
+    here = sum(number / (copies if plan.zero == 3 else 1) for number, copies in params)
+    if plan.pp == 1:
+        assert max(counts) == pytest.approx(here, rel=0.1)
+    activations = planning.held(net, plan, N)["activations"]
+    most = 3 if plan.recompute else 2 if plan.item == 2 else 1.5
+    assert 0.95 < max(peaks) / activations < most
+
+
+@pytest.mark.parametrize(
+    "item, zero, each",  # value, gradient, Adam's two; 16 bits: and a float32 value
+    [(4, 0, 16), (4, 1, 8 + 8 / 4), (4, 3, 16 / 4), (2, 0, 18), (2, 1, 6 + 12 / 4)],
+)
+def test_bytes_per_parameter(item, zero, each):
+    _, _, [(params, _), _] = planning.share(NET, Plan(), N)
+    held = planning.held(NET, Plan(dp=4, zero=zero, item=item), N)
+    assert held["parameters"] == pytest.approx(each * params)
+
+
+# Time
+
+
+@pytest.mark.parametrize("p, m, v", [(1, 1, 1), (2, 4, 1), (4, 8, 1), (4, 8, 2)])
+def test_a_pipeline_idles_as_the_clock_says(p, m, v):
+    spans = clock(interleaved(p, m, v) if v > 1 else one_f_one_b(p, m))
+    busy = sum(span.end - span.start for span in spans[0])
+    net, machine = gpt_numbers(p * v, 8, 4, 0), Machine(1.0, (0.0, 0.0))
+    spent = planning.spent(net, Plan(pp=p, m=m, v=v), m, machine)
+    end = max(own[-1].end for own in spans)
+    assert sum(spent.values()) / spent["computing"] == pytest.approx(end / busy)
+
+
+def test_seconds_by_hand():
+    """1 FLOP/s, near links of 10 s per message, far ones of 100 s per byte."""
+    net = Transformer(1, 2, 4, 0, weights=6, heads=2, kv=2)
+    machine = Machine(1.0, (10.0, 0.0), (0.0, 100.0), node=2, overhead=7.0)
+    late, spent = machine._replace(overlap=False), partial(planning.spent, net, n=4)
+    flops = 4 * 4 * 3 * 2 * (6 + 4 * 2)  # rows, tokens, passes, of a token
+    assert spent(Plan(), machine=late) == {"computing": flops + 7, "bubble": 0}
+    again = spent(Plan(recompute=True), machine=late)["computing"]
+    assert again == pytest.approx(4 / 3 * (flops + 7))
+    tensor = spent(Plan(tp=2), machine=late)  # 8 halves, and 4 for both ends
+    assert tensor == {"computing": flops / 2 + 7, "tp": 120, "bubble": 0}
+    travel = 6 * 8 * 3 / 4 * 50  # two ranks of a node share what goes to the other
+    assert spent(Plan(dp=4), machine=late)["dp"] == pytest.approx(travel)
+    hidden = travel - flops / 4 - 7
+    assert spent(Plan(dp=4), machine=machine)["dp"] == pytest.approx(hidden)
+    assert spent(Plan(dp=4, m=2), machine=machine)["dp"] > hidden  # only by the last
+    assert spent(Plan(dp=2), machine=machine)["dp"] == 0
+
+
+@pytest.mark.parametrize(
+    "plan, axis, beta",
+    [
+        (Plan(tp=8), "tp", 1),
+        (Plan(tp=4, cp=2), "cp", 1),
+        (Plan(tp=16), "tp", 1),  # eight neighbours share eight far links
+        (Plan(tp=2, dp=8), "dp", 2),
+        (Plan(tp=8, dp=2), "dp", 8),
+        (Plan(dp=16, ep=16), "ep", 8),  # each rank has its own rows for other nodes
+        (Plan(dp=8, pp=2), "pp", 8),
+        (Plan(pp=8), "pp", 1),
+    ],
+)
+def test_which_link_an_axis_uses(plan, axis, beta):
+    machine = Machine(1.0, (0.0, 1.0), (0.5, 8.0), node=8)
+    stride, size = planning.axes(plan)[axis]
+    alpha = 0.0 if stride * size <= 8 else 0.5
+    assert planning.link_of(axis, plan, machine) == (alpha, beta)
+
+
+# All plans
+
+
+@pytest.mark.parametrize("net", [NET, EXPERTS], ids=["dense", "experts"])
+def test_all_plans_are_there_once(net):
+    plans = list(planning.all_plans(net, N, 8))
+    powers = [1, 2, 4, 8]
+    expected = set()
+    for cuts in product(powers, repeat=7):
+        dp, tp, pp, _, ep, m, v = cuts
+        fits = prod(cuts[:4]) == 8 and 8 % (dp * m) == 0 and pp * v <= 4
+        fits = fits and ep <= min(dp, net.num_experts or 1)
+        if fits and (v == 1 or (pp > 1 and m % pp == 0)):
+            for zero, again in product((0, 1, 3), (False, True)):
+                expected.add(Plan(*cuts, zero, again, sequence=tp > 1, item=2))
+    assert set(plans) == expected and len(plans) == len(expected)
+
+
+def test_the_fastest_plans_fit():
+    machine = Machine(1e9, (1e-6, 1e-9), (1e-5, 1e-8), node=2, memory=1e6)
+    found = planning.fastest(NET, N, 8, machine, count=3)
+    fitting = []
+    for plan in planning.all_plans(NET, N, 8):
+        if sum(planning.held(NET, plan, N).values()) <= 1e6:
+            fitting.append(sum(planning.spent(NET, plan, N, machine).values()))
+    assert [seconds for seconds, _ in found] == sorted(fitting)[:3]
+    assert 3 < len(fitting) < len(list(planning.all_plans(NET, N, 8)))
+    assert planning.fastest(NET, N, 8, machine._replace(memory=1)) == []
