@@ -56,19 +56,17 @@ class Machine(NamedTuple):
 
 
 def time_in_turn(steps, rounds=7):
-    """Return {name: seconds in each round} for {name: function}, of the slowest rank.
-
-    All ranks call it, and begin each step together.
-    """
+    """Return {name: seconds per round} of {name: function}; the slowest rank counts."""
     seconds, names = {name: [] for name in steps}, list(steps)
-    for i in range(1 + rounds):  # the first one warms up
-        for name in names[:: (-1) ** i]:
+    for _ in range(1 + rounds):  # the first one warms up
+        for name in names:
             ranks.agree(name)
             begin = time.perf_counter()
             steps[name]()
             seconds[name].append(time.perf_counter() - begin)
+        names.reverse()
     own = torch.tensor([list(seconds.values())], dtype=torch.float64)
-    return dict(zip(names, ranks.all_gather(own).amax(dim=0)[:, 1:].tolist()))
+    return dict(zip(seconds, ranks.all_gather(own).amax(dim=0)[:, 1:].tolist()))
 
 
 class Plan(NamedTuple):
@@ -111,25 +109,26 @@ def sent(net, plan, n):
     tokens, blocks, params = share(net, plan, n)
     q, kv, rows = (tokens * x * plan.item for x in (net.heads, net.kv, net.width))
     tp, pp, cp, ep, m = plan[1:6]
-    again = plan.recompute  # all that a block sends forward, but for its last sum
+    again, sequence = plan.recompute, plan.sequence
+    halves = 8 + 2 * sequence + (2 + sequence) * again  # not a block's last sum again
+    turns = (2 + again) * (cp - 1) + cp * 4 / plan.item  # gradients are in float32
     per_block = {  # calls, messages of each, bytes of each
-        "tp": (8 + 2 * (plan.sequence + again), log2(tp), (1 - 1 / tp) * rows),
-        "cp": ((2 + again) * (cp - 1) + cp, 1, 2 * kv / tp),
+        "tp": (halves, log2(tp), (1 - 1 / tp) * rows),
+        "cp": (turns, 1, 2 * kv / tp),
         "ep": (4 + 2 * again, 1, (1 - 1 / ep) * net.top_k * rows),
     }
     if plan.ulysses:
         per_block["cp"] = 4 + 2 * again, 1, (1 - 1 / cp) * (q + kv) / tp
     found = {}
     for axis, (calls, messages, nbytes) in per_block.items():
-        calls *= m * (blocks + 0.5 * (axis == "tp"))  # a half for embedding and head
+        calls *= m * (blocks + (0.5 if axis == "tp" else 0))  # embedding and head
         found[axis] = calls * messages, calls * nbytes
-    travels = m * (2 * plan.v - (pp == 2))
-    found["pp"] = travels, travels * rows / (tp if plan.sequence else 1)
-    gathers = 2 * m if plan.zero == 3 else 1
-    units = {0: 1, 1: 12 * blocks, 3: blocks}[plan.zero]  # one bucket, tensors, blocks
-    each = 8 if plan.zero == 0 else 4 + gathers * plan.item
+    travels = m * (2 * plan.v - (pp == 2))  # of two ranks, one has no next stage
+    found["pp"] = travels, travels * rows / (tp if sequence else 1)
+    each = {0: 8, 1: 4 + plan.item, 3: m * (4 + 2 * plan.item)}[plan.zero]
+    calls = {0: 2, 1: 2 * 12 * blocks, 3: 3 * m * blocks}[plan.zero]  # 1: per tensor
     nbytes = each * sum((1 - 1 / k) * number for number, k in params)
-    found["dp"] = (1 + gathers) * units * log2(plan.dp * cp), nbytes
+    found["dp"] = calls * log2(plan.dp * cp), nbytes
     return {axis: found[axis] for axis in axes(plan)}
 
 
@@ -140,12 +139,15 @@ def held(net, plan, n):
     each = plan.item + 4 + state
     sharded = {0: 0, 1: state, 3: each}[plan.zero]
     own = sum(number * (each - sharded + sharded / k) for number, k in params)
-    of_block = 16 / plan.tp if plan.sequence else 4 + 12 / plan.tp
-    alive = min(plan.m, plan.pp + (plan.pp - 1) / plan.v * (plan.v > 1))
-    kept = alive * blocks * of_block
+    divided = plan.tp if plan.sequence else 1
+    of_block = 4 / divided + 12 / plan.tp
+    alive = plan.pp if plan.v == 1 else plan.pp + (plan.pp - 1) / plan.v
+    kept = min(alive, plan.m) * blocks * of_block
     if plan.recompute:  # inputs of blocks, and one whole block
-        kept = alive * blocks / (plan.tp if plan.sequence else 1) + of_block
-    return {"parameters": own, "activations": kept * tokens * net.width * plan.item}
+        kept = min(alive, plan.m) * blocks / divided + of_block
+    logits = 2 * net.vocab_size / plan.tp if plan.pp == 1 else 0  # and their softmax
+    activations = tokens * (kept * net.width + logits) * plan.item
+    return {"parameters": own, "activations": activations}
 
 
 def link_of(axis, plan, machine):
@@ -153,10 +155,9 @@ def link_of(axis, plan, machine):
     stride, size = axes(plan)[axis]
     if stride * size <= machine.node:
         return machine.near
-    is_ring = axis not in ("ep", "pp")  # a ring leaves a node once for all ranks there
+    is_ring = axis in ("tp", "dp")  # NCCL's rings share all links of a node
     ranks_there = max(1, machine.node // stride) if is_ring else 1
-    alpha, beta = machine.far
-    return alpha, max(beta / ranks_there, machine.near[1])
+    return machine.far[0], max(machine.far[1] / ranks_there, machine.near[1])
 
 
 def spent(net, plan, n, machine):
@@ -170,15 +171,15 @@ def spent(net, plan, n, machine):
         alpha, beta = link_of(axis, plan, machine)
         found[axis] = messages * alpha + nbytes * beta
     each = sum(found[axis] for axis in found if axis != "dp") / plan.m / plan.v
-    if machine.overlap and "dp" in found:
-        hidden = found["computing"] / (1 if plan.zero == 3 else plan.m)
-        found["dp"] = max(0, found["dp"] - hidden)
+    if machine.overlap and "dp" in found:  # ZeRO-1 also gathers during forward
+        covered = {0: 2 / 3, 1: 1, 3: plan.m}[plan.zero] / plan.m
+        found["dp"] = max(0, found["dp"] - covered * found["computing"])
     return found | {"bubble": (plan.pp - 1) * each}
 
 
 def all_plans(net, n, k):
     """Yield the plans for n sequences on k devices, powers of two, in 16 bits."""
-    powers = [2**i for i in range(k.bit_length())]
+    powers = [2**i for i in range(max(n, k).bit_length())]
     for dp, tp, pp, cp in product(powers, repeat=4):
         if dp * tp * pp * cp != k or n % dp or pp > net.num_blocks:
             continue
@@ -187,8 +188,7 @@ def all_plans(net, n, k):
         vs = [v for v in powers[:4] if v == 1 or 1 < pp <= net.num_blocks / v]
         for ep, m, v, zero, again in product(eps, ms, vs, (0, 1, 3), (False, True)):
             if v == 1 or m % pp == 0:  # else an interleaved schedule deadlocks
-                cuts = dp, tp, pp, cp, ep, m, v, zero, again
-                yield Plan(*cuts, sequence=tp > 1, item=2)
+                yield Plan(dp, tp, pp, cp, ep, m, v, zero, again, tp > 1, item=2)
 
 
 def fastest(net, n, k, machine, count=1):

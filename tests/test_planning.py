@@ -156,7 +156,7 @@ def test_ranks_send_and_hold_what_was_planned(plan):
     if plan.ep > 1:  # here nobody averages
         del planned["dp"]
     # biases, norms and positions are not planned; nor whom a router prefers
-    assert max(sent) == pytest.approx(sum(b for _, b in planned.values()), rel=0.07)
+    assert max(sent) == pytest.approx(sum(b for _, b in planned.values()), rel=0.04)
     _, _, params = planning.share(net, plan, N)
     here = sum(number / (copies if plan.zero == 3 else 1) for number, copies in params)
     if plan.pp == 1:
@@ -164,6 +164,38 @@ def test_ranks_send_and_hold_what_was_planned(plan):
     activations = planning.held(net, plan, N)["activations"]
     most = 3 if plan.recompute else 2 if plan.item == 2 else 1.5
     assert 0.95 < max(peaks) / activations < most
+
+
+SMALL = Transformer(4, 8, 4, 16, 96, heads=8, kv=2, expert=32, num_experts=4, top_k=2)
+
+
+@pytest.mark.parametrize(
+    "axis, messages, nbytes, plan",  # of 8 sequences of 4 tokens, by hand
+    [
+        ("cp", 40, 2560, Plan(cp=4, tp=2)),  # 10 turns of keys and values per block
+        ("cp", 56, 3584, Plan(cp=4, item=2)),  # 6 of 16 bits, and 4 of float32
+        ("cp", 16, 1920, Plan(cp=4, tp=2, ulysses=True)),
+        ("ep", 16, 6144, Plan(dp=4, ep=4)),
+        ("pp", 8, 1024, Plan(pp=4, tp=2, m=4, sequence=True)),
+        ("tp", 144, 27648, Plan(tp=4, m=2)),
+        ("dp", 4, 6912, Plan(dp=2, cp=2)),
+        ("dp", 192, 6912, Plan(dp=4, zero=1)),
+        ("dp", 48, 20736, Plan(dp=4, zero=3, m=2)),
+    ],
+)
+def test_messages_and_bytes_by_hand(axis, messages, nbytes, plan):
+    assert planning.sent(SMALL, plan, 8)[axis] == (messages, nbytes)
+
+
+def test_shares_by_hand():
+    five = SMALL._replace(num_blocks=5)  # the fuller of two ranks has four stages
+    params = [(4 * 96 + 16 * 8, 1), (4 * 4 * 32, 1)]
+    assert planning.share(five, Plan(pp=2, v=2), 8) == (32, 4, params)
+    params = [((4 * 96 + 2 * 16 * 8) / 2, 4), (4 * 4 * 32 / 2 / 2, 2)]
+    assert planning.share(SMALL, Plan(dp=4, ep=2, tp=2), 8) == (8, 4, params)
+    assert planning.axes(Plan(2, 2, 1, 2, 2))["ep"] == (4, 2)
+    few, many = (planning.held(SMALL, Plan(pp=4, m=m), 8) for m in (2, 4))
+    assert few == many  # twice the rows of half as many micro-batches
 
 
 @pytest.mark.parametrize(
@@ -202,10 +234,17 @@ def test_seconds_by_hand():
     assert tensor == {"computing": flops / 2 + 7, "tp": 120, "bubble": 0}
     travel = 6 * 8 * 3 / 4 * 50  # two ranks of a node share what goes to the other
     assert spent(Plan(dp=4), machine=late)["dp"] == pytest.approx(travel)
-    hidden = travel - flops / 4 - 7
+    hidden = travel - 2 / 3 * (flops / 4 + 7)  # by backward
     assert spent(Plan(dp=4), machine=machine)["dp"] == pytest.approx(hidden)
-    assert spent(Plan(dp=4, m=2), machine=machine)["dp"] > hidden  # only by the last
     assert spent(Plan(dp=2), machine=machine)["dp"] == 0
+    deep = net._replace(num_blocks=3)  # two of which are in a stage
+    pipe = {"computing": 2 * flops + 28, "pp": 20, "bubble": flops + 14 + 10}
+    assert planning.spent(deep, Plan(pp=2, m=2), 4, late) == pipe
+    near = late._replace(node=8)
+    assert planning.spent(deep, Plan(dp=2, pp=2, m=2), 4, near)["bubble"] == 696
+    sharded = Plan(dp=4, zero=3, m=2)
+    of_both = [planning.spent(deep, sharded, 8, each) for each in (late, machine)]
+    assert of_both[0]["dp"] - of_both[1]["dp"] == of_both[0]["computing"]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +254,7 @@ def test_seconds_by_hand():
         (Plan(tp=4, cp=2), "cp", 1),
         (Plan(tp=16), "tp", 1),  # eight neighbours share eight far links
         (Plan(tp=2, dp=8), "dp", 2),
+        (Plan(cp=16), "cp", 8),  # only one rank's neighbour is in another node
         (Plan(tp=8, dp=2), "dp", 8),
         (Plan(dp=16, ep=16), "ep", 8),  # each rank has its own rows for other nodes
         (Plan(dp=8, pp=2), "pp", 8),
@@ -233,12 +273,12 @@ def test_which_link_an_axis_uses(plan, axis, beta):
 
 @pytest.mark.parametrize("net", [NET, EXPERTS], ids=["dense", "experts"])
 def test_all_plans_are_there_once(net):
-    plans = list(planning.all_plans(net, N, 8))
-    powers = [1, 2, 4, 8]
+    plans = list(planning.all_plans(net, 16, 8))
+    powers = [1, 2, 4, 8, 16]
     expected = set()
     for cuts in product(powers, repeat=7):
         dp, tp, pp, _, ep, m, v = cuts
-        fits = prod(cuts[:4]) == 8 and 8 % (dp * m) == 0 and pp * v <= 4
+        fits = prod(cuts[:4]) == 8 and 16 % (dp * m) == 0 and pp * v <= 4
         fits = fits and ep <= min(dp, net.num_experts or 1)
         if fits and (v == 1 or (pp > 1 and m % pp == 0)):
             for zero, again in product((0, 1, 3), (False, True)):
