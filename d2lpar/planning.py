@@ -7,7 +7,7 @@ this file. Sources, on arXiv: 2104.04473 and 2205.05198 (Megatron), 1910.02054 (
 
 import time
 from itertools import product
-from math import ceil, log2
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ class Transformer(NamedTuple):
     length: int  # tokens of a sequence
     vocab_size: int
     weights: int  # of a block, which every token meets
-    heads: int  # width of a token's queries
+    q: int  # width of a token's queries
     kv: int  # width of its keys, and of its values
     expert: int = 0  # weights of one expert
     num_experts: int = 0  # of a block
@@ -33,13 +33,13 @@ class Transformer(NamedTuple):
 def gpt_numbers(num_blocks, width, length, vocab_size):
     """Return the numbers of ``gpt``, but for biases, norms and positions."""
     sizes = num_blocks, width, length, vocab_size
-    return Transformer(*sizes, weights=12 * width**2, heads=width, kv=width)
+    return Transformer(*sizes, weights=12 * width**2, q=width, kv=width)
 
 
 def forward_flops(net):
     """Return the floating-point operations of a token's forward pass."""
     met = net.weights + net.top_k * net.expert  # a product and a sum with each
-    attention = net.length * net.heads  # two with each number of length / 2 tokens
+    attention = net.length * net.q  # two with each number of length / 2 tokens
     return 2 * (net.num_blocks * (met + attention) + net.vocab_size * net.width)
 
 
@@ -89,32 +89,32 @@ class Plan(NamedTuple):
 def axes(plan):
     """Return {axis: (distance of neighbours, number of ranks)}; tp is the nearest."""
     dp, tp, pp, cp, ep = plan[:5]
-    found = {"tp": (1, tp), "cp": (tp, cp), "ep": (tp * cp, ep), "dp": (tp, cp * dp)}
-    found["pp"] = tp * cp * dp, pp
+    found = {"tp": (1, tp), "cp": (tp, cp), "ep": (tp * cp, ep)}
+    found |= {"dp": (tp, cp * dp), "pp": (tp * cp * dp, pp)}  # cp averages, too
     return {axis: (stride, size) for axis, (stride, size) in found.items() if size > 1}
 
 
 def share(net, plan, n):
     """Return a rank's tokens in a micro-batch, blocks, and [(parameters, copies)]."""
-    same, tokens = plan.dp * plan.cp, n * net.length / (plan.dp * plan.cp * plan.m)
+    copies, tokens = plan.dp * plan.cp, n * net.length / (plan.dp * plan.cp * plan.m)
     blocks = plan.v * ceil(net.num_blocks / plan.pp / plan.v)
     ends = net.vocab_size * net.width * (2 if plan.pp == 1 else 1)
-    experts = blocks * net.num_experts * net.expert / plan.ep / plan.tp
     dense = (blocks * net.weights + ends) / plan.tp
-    return tokens, blocks, [(dense, same), (experts, same // plan.ep)]
+    experts = blocks * net.num_experts * net.expert / plan.ep / plan.tp
+    return tokens, blocks, [(dense, copies), (experts, copies // plan.ep)]
 
 
 def sent(net, plan, n):
     """Return {axis: (messages, bytes)}: what a rank sends in a step of n sequences."""
     tokens, blocks, params = share(net, plan, n)
-    q, kv, rows = (tokens * x * plan.item for x in (net.heads, net.kv, net.width))
+    q, kv, rows = (tokens * x * plan.item for x in (net.q, net.kv, net.width))
     tp, pp, cp, ep, m = plan[1:6]
     again, sequence = plan.recompute, plan.sequence
     halves = 8 + 2 * sequence + (2 + sequence) * again  # not a block's last sum again
-    turns = (2 + again) * (cp - 1) + cp * 4 / plan.item  # gradients are in float32
+    turns, wide = (2 + again) * (cp - 1), cp * 4 / plan.item  # gradients: in float32
     per_block = {  # calls, messages of each, bytes of each
-        "tp": (halves, log2(tp), (1 - 1 / tp) * rows),
-        "cp": (turns, 1, 2 * kv / tp),
+        "tp": (halves, tp - 1, (1 - 1 / tp) * rows),
+        "cp": (1, turns + cp, (turns + wide) * 2 * kv / tp),
         "ep": (4 + 2 * again, 1, (1 - 1 / ep) * net.top_k * rows),
     }
     if plan.ulysses:
@@ -125,10 +125,10 @@ def sent(net, plan, n):
         found[axis] = calls * messages, calls * nbytes
     travels = m * (2 * plan.v - (pp == 2))  # of two ranks, one has no next stage
     found["pp"] = travels, travels * rows / (tp if sequence else 1)
-    each = {0: 8, 1: 4 + plan.item, 3: m * (4 + 2 * plan.item)}[plan.zero]
+    per_param = {0: 8, 1: 4 + plan.item, 3: m * (4 + 2 * plan.item)}[plan.zero]
     calls = {0: 2, 1: 2 * 12 * blocks, 3: 3 * m * blocks}[plan.zero]  # 1: per tensor
-    nbytes = each * sum((1 - 1 / k) * number for number, k in params)
-    found["dp"] = calls * log2(plan.dp * cp), nbytes
+    nbytes = per_param * sum((1 - 1 / k) * number for number, k in params)
+    found["dp"] = calls * (plan.dp * cp - 1), nbytes
     return {axis: found[axis] for axis in axes(plan)}
 
 
@@ -136,9 +136,11 @@ def held(net, plan, n):
     """Return what the fullest rank holds: bytes of parameters, and of activations."""
     tokens, blocks, params = share(net, plan, n)
     state = 8 if plan.item == 4 else 12  # of Adam, in 16 bits with float32 weights
-    each = plan.item + 4 + state
-    sharded = {0: 0, 1: state, 3: each}[plan.zero]
-    own = sum(number * (each - sharded + sharded / k) for number, k in params)
+    per_param = plan.item + 4 + state
+    sharded = {0: 0, 1: state, 3: per_param}[plan.zero]
+    own = sum(number * (per_param - sharded + sharded / k) for number, k in params)
+    if plan.zero == 3:  # one block is whole, and its gradients
+        own += (plan.item + 4) * sum(number for number, _ in params) / blocks
     divided = plan.tp if plan.sequence else 1
     of_block = 4 / divided + 12 / plan.tp
     alive = plan.pp if plan.v == 1 else plan.pp + (plan.pp - 1) / plan.v
@@ -155,26 +157,25 @@ def link_of(axis, plan, machine):
     stride, size = axes(plan)[axis]
     if stride * size <= machine.node:
         return machine.near
-    is_ring = axis in ("tp", "dp")  # NCCL's rings share all links of a node
-    ranks_there = max(1, machine.node // stride) if is_ring else 1
-    return machine.far[0], max(machine.far[1] / ranks_there, machine.near[1])
+    rings = machine.node // stride if axis in ("tp", "dp") else 1  # over all links
+    return machine.far[0], max(machine.far[1] / max(1, rings), machine.near[1])
 
 
 def spent(net, plan, n, machine):
     """Return for what the seconds of a step are spent: computing, axes, the bubble."""
     tokens, blocks, _ = share(net, plan, n)
     flops = forward_flops(net._replace(num_blocks=blocks * plan.pp)) / plan.pp / plan.tp
-    of_passes = (4 if plan.recompute else 3) / 3 * plan.m  # backward is two of three
-    computing = 3 * flops * tokens / machine.flops + blocks * machine.overhead
-    found = {"computing": of_passes * computing}
+    passes = 4 if plan.recompute else 3  # of the length of forward; backward is two
+    forward = flops * tokens / machine.flops + blocks * machine.overhead / 3
+    found = {"computing": plan.m * passes * forward}
     for axis, (messages, nbytes) in sent(net, plan, n).items():
         alpha, beta = link_of(axis, plan, machine)
         found[axis] = messages * alpha + nbytes * beta
-    each = sum(found[axis] for axis in found if axis != "dp") / plan.m / plan.v
-    if machine.overlap and "dp" in found:  # ZeRO-1 also gathers during forward
-        covered = {0: 2 / 3, 1: 1, 3: plan.m}[plan.zero] / plan.m
-        found["dp"] = max(0, found["dp"] - covered * found["computing"])
-    return found | {"bubble": (plan.pp - 1) * each}
+    stage = sum(found[axis] for axis in found if axis != "dp") / plan.m / plan.v
+    if machine.overlap and "dp" in found:  # the last backward, micro-batch, or all
+        hides = {0: 2 / 3 / plan.m, 1: 1 / plan.m, 3: 1}[plan.zero]
+        found["dp"] = max(0, found["dp"] - hides * found["computing"])
+    return found | {"bubble": (plan.pp - 1) * stage}
 
 
 def all_plans(net, n, k):
@@ -183,11 +184,11 @@ def all_plans(net, n, k):
     for dp, tp, pp, cp in product(powers, repeat=4):
         if dp * tp * pp * cp != k or n % dp or pp > net.num_blocks:
             continue
-        eps = [ep for ep in powers if ep <= min(dp, net.num_experts)] or [1]
+        eps = [ep for ep in powers if ep <= max(1, min(dp, net.num_experts))]
         ms = [m for m in powers if n // dp % m == 0]
         vs = [v for v in powers[:4] if v == 1 or 1 < pp <= net.num_blocks / v]
         for ep, m, v, zero, again in product(eps, ms, vs, (0, 1, 3), (False, True)):
-            if v == 1 or m % pp == 0:  # else an interleaved schedule deadlocks
+            if v == 1 or m % pp == 0:  # interleaved, in rounds of pp
                 yield Plan(dp, tp, pp, cp, ep, m, v, zero, again, tp > 1, item=2)
 
 

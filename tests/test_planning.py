@@ -166,21 +166,21 @@ def test_ranks_send_and_hold_what_was_planned(plan):
     assert 0.95 < max(peaks) / activations < most
 
 
-SMALL = Transformer(4, 8, 4, 16, 96, heads=8, kv=2, expert=32, num_experts=4, top_k=2)
+SMALL = Transformer(4, 8, 4, 16, 96, q=8, kv=2, expert=32, num_experts=4, top_k=2)
 
 
 @pytest.mark.parametrize(
     "axis, messages, nbytes, plan",  # of 8 sequences of 4 tokens, by hand
     [
         ("cp", 40, 2560, Plan(cp=4, tp=2)),  # 10 turns of keys and values per block
-        ("cp", 56, 3584, Plan(cp=4, item=2)),  # 6 of 16 bits, and 4 of float32
+        ("cp", 40, 3584, Plan(cp=4, item=2)),  # 6 of 16 bits, and 4 of float32
         ("cp", 16, 1920, Plan(cp=4, tp=2, ulysses=True)),
         ("ep", 16, 6144, Plan(dp=4, ep=4)),
         ("pp", 8, 1024, Plan(pp=4, tp=2, m=4, sequence=True)),
-        ("tp", 144, 27648, Plan(tp=4, m=2)),
-        ("dp", 4, 6912, Plan(dp=2, cp=2)),
-        ("dp", 192, 6912, Plan(dp=4, zero=1)),
-        ("dp", 48, 20736, Plan(dp=4, zero=3, m=2)),
+        ("tp", 216, 27648, Plan(tp=4, m=2)),
+        ("dp", 6, 6912, Plan(dp=2, cp=2)),
+        ("dp", 288, 6912, Plan(dp=4, zero=1)),
+        ("dp", 72, 20736, Plan(dp=4, zero=3, m=2)),
     ],
 )
 def test_messages_and_bytes_by_hand(axis, messages, nbytes, plan):
@@ -200,7 +200,13 @@ def test_shares_by_hand():
 
 @pytest.mark.parametrize(
     "item, zero, each",  # value, gradient, Adam's two; 16 bits: and a float32 value
-    [(4, 0, 16), (4, 1, 8 + 8 / 4), (4, 3, 16 / 4), (2, 0, 18), (2, 1, 6 + 12 / 4)],
+    [
+        (4, 0, 16),
+        (4, 1, 8 + 8 / 4),
+        (4, 3, 16 / 4 + 8 / 4),
+        (2, 0, 18),
+        (2, 1, 6 + 12 / 4),
+    ],
 )
 def test_bytes_per_parameter(item, zero, each):
     _, _, [(params, _), _] = planning.share(NET, Plan(), N)
@@ -223,7 +229,7 @@ def test_a_pipeline_idles_as_the_clock_says(p, m, v):
 
 def test_seconds_by_hand():
     """1 FLOP/s, near links of 10 s per message, far ones of 100 s per byte."""
-    net = Transformer(1, 2, 4, 0, weights=6, heads=2, kv=2)
+    net = Transformer(1, 2, 4, 0, weights=6, q=2, kv=2)
     machine = Machine(1.0, (10.0, 0.0), (0.0, 100.0), node=2, overhead=7.0)
     late, spent = machine._replace(overlap=False), partial(planning.spent, net, n=4)
     flops = 4 * 4 * 3 * 2 * (6 + 4 * 2)  # rows, tokens, passes, of a token
