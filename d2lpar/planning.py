@@ -1,8 +1,8 @@
 """Planning: what a training step of a GPT takes on many devices, before it runs.
 
 A plan says into how many parts a step is cut. What each rank sends, holds and waits for
-follows from a few numbers of the network, the devices and the links. Chapter 17 writes
-this file. Sources, on arXiv: 2104.04473 and 2205.05198 (Megatron), 1910.02054 (ZeRO).
+follows from a few numbers. Chapter 17 writes this file. Sources, on arXiv: 2104.04473
+and 2205.05198 (Megatron), 1910.02054 (ZeRO).
 """
 
 import time
@@ -119,14 +119,13 @@ def sent(net, plan, n):
     }
     if plan.ulysses:
         per_block["cp"] = 4 + 2 * again, 1, (1 - 1 / cp) * (q + kv) / tp
-    found = {}
+    travels = m * (2 * plan.v - (pp == 2))  # of two ranks, one has no next stage
+    found = {"pp": (travels, travels * rows / (tp if sequence else 1))}
     for axis, (calls, messages, nbytes) in per_block.items():
         calls *= m * (blocks + (0.5 if axis == "tp" else 0))  # embedding and head
         found[axis] = calls * messages, calls * nbytes
-    travels = m * (2 * plan.v - (pp == 2))  # of two ranks, one has no next stage
-    found["pp"] = travels, travels * rows / (tp if sequence else 1)
     per_param = {0: 8, 1: 4 + plan.item, 3: m * (4 + 2 * plan.item)}[plan.zero]
-    calls = {0: 2, 1: 2 * 12 * blocks, 3: 3 * m * blocks}[plan.zero]  # 1: per tensor
+    calls = {0: 2, 1: 2 * 12 * blocks, 3: 3 * m * blocks}[plan.zero]  # 12 tensors
     nbytes = per_param * sum((1 - 1 / k) * number for number, k in params)
     found["dp"] = calls * (plan.dp * cp - 1), nbytes
     return {axis: found[axis] for axis in axes(plan)}
@@ -157,8 +156,8 @@ def link_of(axis, plan, machine):
     stride, size = axes(plan)[axis]
     if stride * size <= machine.node:
         return machine.near
-    rings = machine.node // stride if axis in ("tp", "dp") else 1  # over all links
-    return machine.far[0], max(machine.far[1] / max(1, rings), machine.near[1])
+    links = machine.node // stride if axis in ("tp", "dp") else 1  # rings share them
+    return machine.far[0], max(machine.far[1] / max(1, links), machine.near[1])
 
 
 def spent(net, plan, n, machine):

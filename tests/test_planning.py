@@ -177,6 +177,7 @@ SMALL = Transformer(4, 8, 4, 16, 96, q=8, kv=2, expert=32, num_experts=4, top_k=
         ("cp", 16, 1920, Plan(cp=4, tp=2, ulysses=True)),
         ("ep", 16, 6144, Plan(dp=4, ep=4)),
         ("pp", 8, 1024, Plan(pp=4, tp=2, m=4, sequence=True)),
+        ("pp", 8, 2048, Plan(pp=4, tp=2, m=4)),
         ("tp", 216, 27648, Plan(tp=4, m=2)),
         ("dp", 6, 6912, Plan(dp=2, cp=2)),
         ("dp", 288, 6912, Plan(dp=4, zero=1)),
@@ -194,6 +195,8 @@ def test_shares_by_hand():
     params = [((4 * 96 + 2 * 16 * 8) / 2, 4), (4 * 4 * 32 / 2 / 2, 2)]
     assert planning.share(SMALL, Plan(dp=4, ep=2, tp=2), 8) == (8, 4, params)
     assert planning.axes(Plan(2, 2, 1, 2, 2))["ep"] == (4, 2)
+    held = planning.held(SMALL, Plan(tp=2), 8)  # blocks, and logits
+    assert held["activations"] == 32 * (4 * (4 + 12 / 2) * 8 + 2 * 16 / 2) * 4
     few, many = (planning.held(SMALL, Plan(pp=4, m=m), 8) for m in (2, 4))
     assert few == many  # twice the rows of half as many micro-batches
 
@@ -248,9 +251,13 @@ def test_seconds_by_hand():
     assert planning.spent(deep, Plan(pp=2, m=2), 4, late) == pipe
     near = late._replace(node=8)
     assert planning.spent(deep, Plan(dp=2, pp=2, m=2), 4, near)["bubble"] == 696
-    sharded = Plan(dp=4, zero=3, m=2)
-    of_both = [planning.spent(deep, sharded, 8, each) for each in (late, machine)]
-    assert of_both[0]["dp"] - of_both[1]["dp"] == of_both[0]["computing"]
+    for zero, hides in ((0, 1 / 3), (1, 1 / 2), (3, 1)):
+        plan = Plan(dp=4, zero=zero, m=2)
+        after, during = (
+            planning.spent(deep, plan, 8, each) for each in (late, machine)
+        )
+        hidden = hides * after["computing"]
+        assert after["dp"] - during["dp"] == pytest.approx(hidden)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +279,8 @@ def test_which_link_an_axis_uses(plan, axis, beta):
     stride, size = planning.axes(plan)[axis]
     alpha = 0.0 if stride * size <= 8 else 0.5
     assert planning.link_of(axis, plan, machine) == (alpha, beta)
+    fast = machine._replace(far=(0.5, 1.0))  # no faster than what is near
+    assert planning.link_of(axis, plan, fast) == (alpha, 1.0)
 
 
 # All plans
