@@ -39,7 +39,7 @@ def gpt_numbers(num_blocks, width, length, vocab_size):
 def forward_flops(net):
     """Return the floating-point operations of a token's forward pass."""
     met = net.weights + net.top_k * net.expert  # a product and a sum with each
-    attention = net.length * net.q  # two with each number of length / 2 tokens
+    attention = net.length * net.q  # scores and values, of length / 2 tokens
     return 2 * (net.num_blocks * (met + attention) + net.vocab_size * net.width)
 
 
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
     ep: int = 1  # of the experts, among the ranks of dp
     m: int = 1  # micro-batches
     v: int = 1  # stages of a rank
-    zero: int = 0  # 1 shards the optimiser's state, 3 parameters and gradients as well
+    zero: int = 0  # 1 shards the optimiser's state, 2 gradients too, 3 parameters too
     recompute: bool = False  # each block, in backward
     sequence: bool = False  # sequence parallelism, with tp
     ulysses: bool = False  # instead of ring attention, with cp
@@ -111,23 +111,23 @@ def sent(net, plan, n):
     tp, pp, cp, ep, m = plan[1:6]
     again, sequence = plan.recompute, plan.sequence
     halves = 8 + 2 * sequence + (2 + sequence) * again  # not a block's last sum again
-    turns, wide = (2 + again) * (cp - 1), cp * 4 / plan.item  # gradients: in float32
+    turns, grads = (2 + again) * (cp - 1), cp * 4 / plan.item  # these are float32
     per_block = {  # calls, messages of each, bytes of each
         "tp": (halves, tp - 1, (1 - 1 / tp) * rows),
-        "cp": (1, turns + cp, (turns + wide) * 2 * kv / tp),
+        "cp": (1, turns + cp, (turns + grads) * 2 * kv / tp),
         "ep": (4 + 2 * again, 1, (1 - 1 / ep) * net.top_k * rows),
     }
     if plan.ulysses:
         per_block["cp"] = 4 + 2 * again, 1, (1 - 1 / cp) * (q + kv) / tp
-    travels = m * (2 * plan.v - (pp == 2))  # of two ranks, one has no next stage
+    travels = m * (2 * plan.v - (pp == 2))  # of two ranks, each lacks a neighbour
     found = {"pp": (travels, travels * rows / (tp if sequence else 1))}
     for axis, (calls, messages, nbytes) in per_block.items():
         calls *= m * (blocks + (0.5 if axis == "tp" else 0))  # embedding and head
         found[axis] = calls * messages, calls * nbytes
-    per_param = {0: 8, 1: 4 + plan.item, 3: m * (4 + 2 * plan.item)}[plan.zero]
-    calls = {0: 2, 1: 2 * 12 * blocks, 3: 3 * m * blocks}[plan.zero]  # 12 tensors
-    nbytes = per_param * sum((1 - 1 / k) * number for number, k in params)
-    found["dp"] = calls * (plan.dp * cp - 1), nbytes
+    per_param = [8, 4 + plan.item, 4 * m + plan.item, (4 + 2 * plan.item) * m]
+    calls = [2, 24 * blocks, 12 * (m + 1) * blocks, 3 * m * blocks]  # of 12 tensors
+    nbytes = per_param[plan.zero] * sum((1 - 1 / k) * number for number, k in params)
+    found["dp"] = calls[plan.zero] * (plan.dp * cp - 1), nbytes
     return {axis: found[axis] for axis in axes(plan)}
 
 
@@ -136,7 +136,7 @@ def held(net, plan, n):
     tokens, blocks, params = share(net, plan, n)
     state = 8 if plan.item == 4 else 12  # of Adam, in 16 bits with float32 weights
     per_param = plan.item + 4 + state
-    sharded = {0: 0, 1: state, 3: per_param}[plan.zero]
+    sharded = [0, state, 4 + state, per_param][plan.zero]
     own = sum(number * (per_param - sharded + sharded / k) for number, k in params)
     if plan.zero == 3:  # one block is whole, and its gradients
         own += (plan.item + 4) * sum(number for number, _ in params) / blocks
@@ -156,8 +156,8 @@ def link_of(axis, plan, machine):
     stride, size = axes(plan)[axis]
     if stride * size <= machine.node:
         return machine.near
-    links = machine.node // stride if axis in ("tp", "dp") else 1  # rings share them
-    return machine.far[0], max(machine.far[1] / max(1, links), machine.near[1])
+    links = max(1, machine.node // stride) if axis in ("tp", "dp") else 1  # in a ring
+    return machine.far[0], max(machine.far[1] / links, machine.near[1])
 
 
 def spent(net, plan, n, machine):
@@ -172,7 +172,7 @@ def spent(net, plan, n, machine):
         found[axis] = messages * alpha + nbytes * beta
     stage = sum(found[axis] for axis in found if axis != "dp") / plan.m / plan.v
     if machine.overlap and "dp" in found:  # the last backward, micro-batch, or all
-        hides = {0: 2 / 3 / plan.m, 1: 1 / plan.m, 3: 1}[plan.zero]
+        hides = [(1 - 1 / passes) / plan.m, 1 / plan.m, 1 - 1 / passes, 1][plan.zero]
         found["dp"] = max(0, found["dp"] - hides * found["computing"])
     return found | {"bubble": (plan.pp - 1) * stage}
 
@@ -186,7 +186,7 @@ def all_plans(net, n, k):
         eps = [ep for ep in powers if ep <= max(1, min(dp, net.num_experts))]
         ms = [m for m in powers if n // dp % m == 0]
         vs = [v for v in powers[:4] if v == 1 or 1 < pp <= net.num_blocks / v]
-        for ep, m, v, zero, again in product(eps, ms, vs, (0, 1, 3), (False, True)):
+        for ep, m, v, zero, again in product(eps, ms, vs, range(4), (False, True)):
             if v == 1 or m % pp == 0:  # interleaved, in rounds of pp
                 yield Plan(dp, tp, pp, cp, ep, m, v, zero, again, tp > 1, item=2)
 
