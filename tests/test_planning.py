@@ -58,7 +58,7 @@ def test_all_take_turns_and_the_slowest_rank_counts():
     assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys(
         order, 3
     )
-    assert min(seconds["b"]) >= 0.02 > max(seconds["a"])
+    assert min(seconds["b"]) >= 0.02  # on rank 0, too, which does not wait there
 
 
 # What real ranks send and hold
