@@ -96,12 +96,12 @@ def axes(plan):
 
 def share(net, plan, n):
     """Return a rank's tokens in a micro-batch, blocks, and [(parameters, copies)]."""
-    copies, tokens = plan.dp * plan.cp, n * net.length / (plan.dp * plan.cp * plan.m)
+    k, tokens = plan.dp * plan.cp, n * net.length / (plan.dp * plan.cp * plan.m)
     blocks = plan.v * ceil(net.num_blocks / plan.pp / plan.v)
-    ends = net.vocab_size * net.width * (2 if plan.pp == 1 else 1)
-    dense = (blocks * net.weights + ends) / plan.tp
+    ends = net.vocab_size * net.width * (2 if plan.pp == 1 else 1) / plan.tp
+    dense = blocks * net.weights / plan.tp
     experts = blocks * net.num_experts * net.expert / plan.ep / plan.tp
-    return tokens, blocks, [(dense, copies), (experts, copies // plan.ep)]
+    return tokens, blocks, [(ends, k), (dense, k), (experts, k // plan.ep)]
 
 
 def sent(net, plan, n):
@@ -134,20 +134,20 @@ def sent(net, plan, n):
 def held(net, plan, n):
     """Return what the fullest rank holds: bytes of parameters, and of activations."""
     tokens, blocks, params = share(net, plan, n)
-    state = 8 if plan.item == 4 else 12  # of Adam, in 16 bits with float32 weights
-    per_param = plan.item + 4 + state
-    sharded = [0, state, 4 + state, per_param][plan.zero]
-    own = sum(number * (per_param - sharded + sharded / k) for number, k in params)
-    if plan.zero == 3:  # one block is whole, and its gradients
-        own += (plan.item + 4) * sum(number for number, _ in params) / blocks
+    each = [4, 4, 8] if plan.item == 4 or plan.zero == 3 else [2, 4, 12]
+    whole, cut = sum(each[: 3 - plan.zero]), sum(each[3 - plan.zero :])
+    own = sum(number * (whole + cut / k) for number, k in params)
+    if plan.zero == 3:  # both ends are whole, and one block; their gradients, too
+        ends, *of_blocks = [number for number, _ in params]
+        own += (plan.item + 4) * (ends + sum(of_blocks) / blocks)
     divided = plan.tp if plan.sequence else 1
     of_block = 4 / divided + 12 / plan.tp
     alive = plan.pp if plan.v == 1 else plan.pp + (plan.pp - 1) / plan.v
     kept = min(alive, plan.m) * blocks * of_block
     if plan.recompute:  # inputs of blocks, and one whole block
         kept = min(alive, plan.m) * blocks / divided + of_block
-    logits = 2 * net.vocab_size / plan.tp if plan.pp == 1 else 0  # and their softmax
-    activations = tokens * (kept * net.width + logits) * plan.item
+    logits = net.vocab_size / plan.tp if plan.pp == 1 else 0
+    activations = tokens * (kept * net.width * plan.item + 8 * logits)  # and softmax
     return {"parameters": own, "activations": activations}
 
 

@@ -29,14 +29,14 @@ def test_flops_and_weights_are_those_of_the_gpt():
     square = 2 * 2 * 10 * 24  # torch counts all pairs of tokens, and not half of them
     assert counter.get_total_flops() == 30 * (planning.forward_flops(net) + square)
     matrices = [p.numel() for name, p in model.named_parameters() if p.dim() == 2]
-    _, _, [(weights, copies), (experts, _)] = planning.share(net, Plan(), 3)
-    assert (weights, copies, experts) == (sum(matrices) - 10 * 24, 1, 0)
+    _, _, [(ends, copies), (weights, _), (experts, _)] = planning.share(net, Plan(), 3)
+    assert (ends, copies, weights, experts) == (60 * 24, 1, sum(matrices) - 70 * 24, 0)
 
 
 def test_a_token_meets_only_its_experts_but_they_are_all_there():
     more = EXPERTS._replace(num_experts=8)
     assert planning.forward_flops(more) == planning.forward_flops(NET)
-    _, _, [_, (experts, copies)] = planning.share(more, Plan(dp=4, ep=2), N)
+    _, _, [*_, (experts, copies)] = planning.share(more, Plan(dp=4, ep=2), N)
     assert (experts, copies) == (4 * 4 * 8 * 64**2, 2)
 
 
@@ -194,9 +194,9 @@ def test_messages_and_bytes_by_hand(axis, messages, nbytes, plan):
 
 def test_shares_by_hand():
     five = SMALL._replace(num_blocks=5)  # the fuller of two ranks has four stages
-    params = [(4 * 96 + 16 * 8, 1), (4 * 4 * 32, 1)]
+    params = [(16 * 8, 1), (4 * 96, 1), (4 * 4 * 32, 1)]
     assert planning.share(five, Plan(pp=2, v=2), 8) == (32, 4, params)
-    params = [((4 * 96 + 2 * 16 * 8) / 2, 4), (4 * 4 * 32 / 2 / 2, 2)]
+    params = [(2 * 16 * 8 / 2, 4), (4 * 96 / 2, 4), (4 * 4 * 32 / 2 / 2, 2)]
     assert planning.share(SMALL, Plan(dp=4, ep=2, tp=2), 8) == (8, 4, params)
     assert planning.axes(Plan(2, 2, 1, 2, 2))["ep"] == (4, 2)
     held = planning.held(SMALL, Plan(tp=2), 8)  # blocks, and logits
@@ -210,16 +210,18 @@ def test_shares_by_hand():
     [
         (4, 0, 16),
         (4, 1, 8 + 8 / 4),
-        (4, 3, 16 / 4 + 8 / 4),
+        (4, 3, 16 / 4),
         (2, 0, 18),
         (2, 1, 6 + 12 / 4),
         (2, 2, 2 + 16 / 4),
+        (2, 3, 16 / 4),  # the shards are float32
     ],
 )
 def test_bytes_per_parameter(item, zero, each):
-    _, _, [(params, _), _] = planning.share(NET, Plan(), N)
-    held = planning.held(NET, Plan(dp=4, zero=zero, item=item), N)
-    assert held["parameters"] == pytest.approx(each * params)
+    blocks, ends = 4 * 12 * 64**2, 2 * 48 * 64
+    held = planning.held(NET, Plan(dp=4, zero=zero, item=item), N)["parameters"]
+    whole = (item + 4) * (blocks / 4 + ends) if zero == 3 else 0  # a block, both ends
+    assert held == pytest.approx(each * (blocks + ends) + whole)
 
 
 # Time
