@@ -122,12 +122,12 @@ def sent(net, plan, n):
     travels = m * (2 * plan.v - (pp == 2))  # of two ranks, each lacks a neighbour
     found = {"pp": (travels, travels * rows / (tp if sequence else 1))}
     for axis, (calls, messages, nbytes) in per_block.items():
-        calls *= m * (blocks + (0.5 if axis == "tp" else 0))  # embedding and head
+        calls *= m * (blocks + (0.5 / pp if axis == "tp" else 0))  # embedding and head
         found[axis] = calls * messages, calls * nbytes
     per_param = [8, 4 + plan.item, 4 * m + plan.item, (4 + 2 * plan.item) * m]
-    calls = [2, 24 * blocks, 12 * (m + 1) * blocks, 3 * m * blocks]  # of 12 tensors
-    nbytes = per_param[plan.zero] * sum((1 - 1 / k) * number for number, k in params)
-    found["dp"] = calls[plan.zero] * (plan.dp * cp - 1), nbytes
+    num_calls = [2, 24 * blocks, 12 * (m + 1) * blocks, 3 * m * blocks]  # of 12 tensors
+    rest = sum((1 - 1 / k) * number for number, k in params)
+    found["dp"] = num_calls[plan.zero] * (plan.dp * cp - 1), per_param[plan.zero] * rest
     return {axis: found[axis] for axis in axes(plan)}
 
 
@@ -185,7 +185,7 @@ def all_plans(net, n, k):
             continue
         eps = [ep for ep in powers if ep <= max(1, min(dp, net.num_experts))]
         ms = [m for m in powers if n // dp % m == 0]
-        vs = [v for v in powers[:4] if v == 1 or 1 < pp <= net.num_blocks / v]
+        vs = [v for v in powers[:4] if v == 1 or 1 < pp <= (net.num_blocks + 2) / v]
         for ep, m, v, zero, again in product(eps, ms, vs, range(4), (False, True)):
             if v == 1 or m % pp == 0:  # interleaved, in rounds of pp
                 yield Plan(dp, tp, pp, cp, ep, m, v, zero, again, tp > 1, item=2)
