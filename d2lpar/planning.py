@@ -146,8 +146,8 @@ def held(net, plan, n):
     kept = min(alive, plan.m) * blocks * of_block
     if plan.recompute:  # inputs of blocks, and one whole block
         kept = min(alive, plan.m) * blocks / divided + of_block
-    logits = net.vocab_size / plan.tp if plan.pp == 1 else 0
-    activations = tokens * (kept * net.width * plan.item + 8 * logits)  # and softmax
+    logits = net.vocab_size / plan.tp if plan.pp == 1 else 0  # float32, and softmax
+    activations = tokens * (kept * net.width * plan.item + 8 * logits)
     return {"parameters": own, "activations": activations}
 
 

@@ -181,7 +181,7 @@ SMALL = Transformer(4, 8, 4, 16, 96, q=8, kv=2, expert=32, num_experts=4, top_k=
         ("ep", 16, 6144, Plan(dp=4, ep=4)),
         ("pp", 8, 1024, Plan(pp=4, tp=2, m=4, sequence=True)),
         ("pp", 8, 2048, Plan(pp=4, tp=2, m=4)),
-        ("tp", 216, 27648, Plan(tp=4, m=2)),
+        ("tp", 108, 13824, Plan(tp=4, pp=2, m=2)),  # half of the blocks and ends
         ("dp", 6, 6912, Plan(dp=2, cp=2)),
         ("dp", 288, 6912, Plan(dp=4, zero=1)),
         ("dp", 432, 10368, Plan(dp=4, zero=2, m=2)),
@@ -199,8 +199,8 @@ def test_shares_by_hand():
     params = [(2 * 16 * 8 / 2, 4), (4 * 96 / 2, 4), (4 * 4 * 32 / 2 / 2, 2)]
     assert planning.share(SMALL, Plan(dp=4, ep=2, tp=2), 8) == (8, 4, params)
     assert planning.axes(Plan(2, 2, 1, 2, 2))["ep"] == (4, 2)
-    held = planning.held(SMALL, Plan(tp=2), 8)  # blocks, and logits
-    assert held["activations"] == 32 * (4 * (4 + 12 / 2) * 8 + 2 * 16 / 2) * 4
+    held = planning.held(SMALL, Plan(tp=2, item=2), 8)  # blocks, and float32 logits
+    assert held["activations"] == 32 * (4 * (4 + 12 / 2) * 8 * 2 + 2 * 16 / 2 * 4)
     few, many = (planning.held(SMALL, Plan(pp=4, m=m), 8) for m in (2, 4))
     assert few == many  # twice the rows of half as many micro-batches
 
