@@ -9,14 +9,13 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import psutil  # jupyter brings it
 import torch
 
 from d2lpar.devices import hardware
-from d2lpar.study.methods import quartiles
 
 AGAIN = "the same again"  # the reference, a second time
 
@@ -27,6 +26,12 @@ def print_machine() -> None:
     print(f"{hardware()}; {busy:.0f} % busy before we begin (load {load:.1f})")
     if "MALLOC_TRIM_THRESHOLD_" not in os.environ:
         print("The memory of large tensors is given back when they are freed.")
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the first quartile, the median and the third quartile."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4], median(ordered), ordered[-1 - len(ordered) // 4]
 
 
 def time_in_turn(

@@ -106,7 +106,8 @@ class ParallelExperts(nn.Module):
         super().__init__()
         self.group = ranks.group_of(group)
         n = even_share(len(whole), "experts", self.group)
-        self.own = whole[self.group.me * n :][:n]
+        self.before = self.group.me * n  # as many are on ranks before this one
+        self.own = whole[self.before :][:n]
 
     def forward(self, X, counts):
         """Send rows to their experts and back. Gradients there are of the mean loss."""

@@ -95,8 +95,10 @@ def own_part(tensor, dim, group, what="features"):
 
 def own_param(param, dim, group, what="features"):
     """Return this rank's part of a parameter, as a new one."""
-    part = own_part(param.detach(), dim, group, what).clone()
-    return nn.Parameter(part, param.requires_grad)
+    own = own_part(param.detach(), dim, group, what).clone()
+    part = nn.Parameter(own, param.requires_grad)
+    part.cut_dim = dim
+    return part
 
 
 def gathered_linear(X, W, b, group):

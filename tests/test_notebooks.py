@@ -4,7 +4,6 @@ Each check takes a notebook and yields complaints. It is applied to every notebo
 the book, and to a small one that it must refuse.
 """
 
-import ast
 import base64
 import copy
 import io
@@ -22,12 +21,10 @@ from d2lpar import plot
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PROVISIONAL = "18_comparison"  # the end of the book takes its place: one exercise
 MAX_BYTES, MAX_CELLS, MAX_WORDS = 400_000, 60, 2_200
 HOSTED = "# A hosted copy first needs: %pip install git+ADDRESS  (of this repository)"
 BRIDGE = "## From ours to torch's"
 TABLE = r"^\|.*ours.*\|.*torch.*\|.*differs.*\|"
-NAMED = ast.FunctionDef | ast.ClassDef
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python", "pygments_lexer": "ipython3"},
@@ -177,46 +174,13 @@ CHECKS = [value for name, value in globals().items() if name.startswith("check_"
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebook(path):
-    nb, shorter = nbformat.read(path, as_version=4), path.stem == PROVISIONAL
-    checks = [c for c in CHECKS if not (shorter and c is check_exercises)]
-    assert [complaint for check in checks for complaint in check(nb)] == []
+    nb = nbformat.read(path, as_version=4)
+    assert [complaint for check in CHECKS for complaint in check(nb)] == []
 
 
 def test_saved_cells_hold_what_the_module_holds():
     notebooks = [nbformat.read(path, as_version=4) for path in NOTEBOOKS]
     assert list(saved_cells.mend(notebooks)) == []  # make format
-
-
-def methods(text):
-    """The code of functions and methods by name, without docstrings."""
-    tree, found = ast.parse(text), {}
-    for node in ast.walk(tree):
-        if isinstance(node, NAMED):
-            node.body = node.body[ast.get_docstring(node) is not None :] or [ast.Pass()]
-    for node in (n for n in tree.body if isinstance(n, NAMED)):
-        for part in node.body if isinstance(node, ast.ClassDef) else [node]:
-            if isinstance(part, ast.FunctionDef):
-                found[f"{node.name}.{part.name}"] = ast.unparse(part)
-    return found
-
-
-def differing(nb, package=ROOT / "d2lpar"):
-    """What saved cells show and the module does not have, word for word or not yet."""
-    for cell in code(nb):
-        if mark := re.match(r"#@save ([\w.]+)\n", cell.source):
-            module = package / f"{mark[1].replace('.', '/')}.py"
-            there = methods(module.read_text("utf-8")).items()
-            yield from (name for name, _ in methods(cell.source).items() - there)
-
-
-def test_the_code_of_saved_cells_is_the_modules_before_they_are_word_for_word(tmp_path):
-    for path in NOTEBOOKS:
-        assert [*differing(nbformat.read(path, as_version=4))] == [], path.name
-    module = 'def area(r):\n    """Return it."""\n    return pi * r**2'
-    (tmp_path / "shapes.py").write_text(module)
-    for body, said in (("pi * r**2  # exact", []), ("pi * r**3", ["area.area"])):
-        cell = new_code_cell(f"#@save shapes\ndef area(r):\n    return {body}")
-        assert [*differing(new_notebook(cells=[cell]), tmp_path)] == said
 
 
 def test_notebooks_are_numbered_in_reading_order():

@@ -29,8 +29,8 @@ HOUSE = {
     "": "devices data memory training models checkpoint schedules collectives",
     "ranks": "lanes transport sender collectives _old worker launch",
     "middle": "data_parallel losses ddp sampler batch_norm mixed_precision sharding"
-    " pipeline_schedules pipeline tensor_parallel context_parallel experts planning",
-    "study": "layers methods",
+    " pipeline_schedules pipeline tensor_parallel context_parallel experts planning"
+    " mesh language_model",
     "roof": "train_ddp plot checks",
 }
 ORDER = [
@@ -224,11 +224,11 @@ def test_imports_point_one_way_and_only_to_what_pyproject_lists(path):
 
 
 def test_imports_are_seen_and_so_is_what_stands_above(tmp_path, monkeypatch):
-    methods = PACKAGE / "study" / "methods.py"
-    assert stands_above("study.layers", methods)
-    assert stands_above("ranks", methods)
-    assert not stands_above("study", methods)  # its own room's front door
-    assert not stands_above("nothing", methods)
+    worker = PACKAGE / "ranks" / "worker.py"
+    assert stands_above("ranks.transport", worker)
+    assert stands_above("training", worker) and not stands_above("sampler", worker)
+    assert not stands_above("ranks", worker)  # its own room's front door
+    assert not stands_above("nothing", worker)
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     (tmp_path / "room").mkdir()
     source = "from . import a\nfrom .b import x\nfrom ..c import y\n"

@@ -17,8 +17,6 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
-# Still to be brought to this form: in the end this list is empty.
-NOT_YET = "study"
 # Of these, chapters show what they explain; of all others every definition.
 WORKSHOP = "checkpoint train_ddp devices data models launch worker transport lanes"
 
@@ -42,8 +40,9 @@ def mend(notebooks: list, package: Path = ROOT / "d2lpar") -> Iterator[str]:
     shown = {}
     for cell in [cell for nb in notebooks for cell in nb.cells]:
         mark = re.match(r"#@save ([\w.]+)\n", cell.source)
-        if not mark or (file := mark[1]).partition(".")[0] in NOT_YET.split():
+        if not mark:
             continue
+        file = mark[1]
         module = package / f"{file.replace('.', '/')}.py"
         there, names = definitions(module.read_text("utf-8")), definitions(cell.source)
         if unknown := ", ".join(names.keys() - there.keys()):

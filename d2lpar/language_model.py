@@ -1,0 +1,165 @@
+"""A GPT trained on every mesh: the splits of this book, combined.
+
+Chapter 18 writes this file. Its sources are those of the classes that it combines.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from . import ranks
+from .context_parallel import own_tokens, ring_attention
+from .ddp import average, pack, share, unpack
+from .experts import ParallelExperts
+from .mesh import Mesh
+from .models import Block, Embedding
+from .pipeline import DistributedPipeline, cut
+from .pipeline_schedules import interleaved, one_f_one_b
+from .sharding import ShardedOptimizer
+from .tensor_parallel import cut_layers, vocab_parallel_cross_entropy
+
+DATA = "dp", "ep", "cp"  # ranks that differ in these have other tokens
+EXPERTS = "dp", "cp"  # ranks that differ only in these have the same experts
+
+
+def mesh_of(plan):
+    """Return the mesh of a plan of chapter 17; neighbours differ in tp."""
+    refused = plan.zero > 1 or plan.recompute or plan.ulysses
+    if refused or (plan.sequence and plan.ep > 1):
+        raise ValueError(f"this is not combined here: {plan}")
+    sizes = {"pp": plan.pp, "dp": plan.dp // plan.ep, "ep": plan.ep}
+    mesh = Mesh(sizes | {"cp": plan.cp, "tp": plan.tp})
+    for axes in ("pp", "ep", "cp", "tp", DATA, EXPERTS):
+        ranks.group_of(mesh[axes])  # made now: not all ranks will use all of them
+    return mesh
+
+
+def cut_layer(layer, plan, mesh):
+    """Leave of a layer of a GPT, in place, what this rank keeps and computes."""
+    if plan.tp > 1:
+        cut_layers(layer, mesh["tp"], plan.sequence)
+    if plan.cp > 1 and isinstance(layer, Embedding):
+        places = own_tokens(torch.arange(len(layer.positions.weight)), 0, mesh["cp"])
+        layer.positions.register_forward_pre_hook(lambda *_: (places,))
+    if plan.cp > 1 and isinstance(layer, Block):
+        layer.attention.attend = partial(ring_attention, group=mesh["cp"])
+    if plan.ep > 1 and isinstance(layer, Block):
+        layer.mlp.experts = ParallelExperts(layer.mlp.experts, mesh["ep"])
+
+
+class TokenLoss(nn.Module):
+    """The tokens' losses, added up, from this rank's part of their logits."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def forward(self, logits, y):
+        """Return the sum; the pipeline divides it by the number of tokens."""
+        return y.numel() * vocab_parallel_cross_entropy(logits, y, self.group)
+
+
+def pipeline_of(model, plan, mesh):
+    """Return a pipeline of ``model``; only own layers are left in that, and cut."""
+    costs = [0.0, *[1.0] * (len(model) - 2), 0.1]  # of embedding, blocks and head
+    stages, loss = cut(model, plan.pp * plan.v, costs), TokenLoss(mesh["tp"])
+    order = partial(interleaved, v=plan.v) if plan.v > 1 else one_f_one_b
+    pipe = DistributedPipeline(stages, loss, plan.m, order, torch.numel, mesh["pp"])
+    own = set(pipe.stages.modules())
+    for i, layer in enumerate(model):
+        if layer in own:
+            cut_layer(layer, plan, mesh)
+        else:
+            model[i] = nn.Identity()
+    return pipe
+
+
+def averaging(params, optimizer_class, *, group, **defaults):
+    """Return an optimiser that has ``take_gradients``, like ShardedOptimizer."""
+    share(params, group)
+    optimizer = optimizer_class(params, **defaults)
+    optimizer.take_gradients = lambda: unpack(average(pack(params), group), params)
+    return optimizer
+
+
+def total_norm(parts, plan):
+    """Return the norm of the whole model's gradient: each number is counted once."""
+    total = torch.zeros((), dtype=torch.float64)
+    for params, optimizer, copies in parts:
+        for param, own in zip(params, optimizer.param_groups[0]["params"]):
+            same = copies if hasattr(param, "cut_dim") else copies * plan.tp
+            total += own.grad.double().square().sum().cpu() / same
+    ranks.allreduce(total)
+    return total.sqrt()
+
+
+class MeshTrainer:
+    """Trains this rank's part of a GPT, on the mesh of a plan.
+
+    All ranks pass the same ``model``, then the same batches; each leaves in the model
+    its own part. The optimiser must treat each number alone, as Adam does.
+    """
+
+    def __init__(self, model, plan, optimizer_class, **defaults):
+        self.model, self.plan, self.mesh = model, plan, mesh_of(plan)
+        self.pipeline, self.parts = pipeline_of(model, plan, self.mesh), []
+        make = partial(ShardedOptimizer if plan.zero else averaging, **defaults)
+        for axes in (DATA, EXPERTS):
+            named, group = model.named_parameters(), ranks.group_of(self.mesh[axes])
+            of = [p for name, p in named if (".experts." in name) == (axes == EXPERTS)]
+            if of:  # else a stage without experts
+                optimizer = make(of, optimizer_class, group=group)
+                self.parts.append((of, optimizer, 1 if plan.zero else group.size))
+
+    def own(self, tokens):
+        """Return of sequences (n, length) this rank's, and of these its tokens."""
+        dp, ep, m = self.mesh.sizes["dp"], self.mesh.sizes["ep"], self.plan.m
+        if len(tokens) % (dp * ep * m):
+            parts = f"dp {dp} · ep {ep} ranks, each with {m} micro-batches"
+            raise ValueError(f"{len(tokens)} sequences cannot be divided among {parts}")
+        rows = tokens.unflatten(0, (dp, ep, -1))
+        rows = rows[self.mesh.place["dp"], self.mesh.place["ep"]]
+        return own_tokens(rows, 1, self.mesh["cp"]) if self.plan.cp > 1 else rows
+
+    def forward_backward(self, X, y):
+        """Add to gradients; return the mean loss of own tokens, on the last stage."""
+        return self.pipeline.forward_backward(self.own(X), self.own(y))
+
+    def update(self, max_norm=torch.inf):
+        """Average gradients, clip them, change parameters; return the norm before."""
+        for _, optimizer, _ in self.parts:
+            optimizer.take_gradients()
+        norm = total_norm(self.parts, self.plan)
+        for _, optimizer, _ in self.parts:
+            own = optimizer.param_groups[0]["params"]
+            nn.utils.clip_grads_with_norm_(own, max_norm, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        return norm
+
+    def step(self, X, y, max_norm=torch.inf):
+        """Train on a batch, the same on all ranks; return its loss, on all of them."""
+        loss = self.forward_backward(X, y)
+        self.update(max_norm)
+        total = torch.zeros((), dtype=torch.float64)
+        total += 0 if loss is None else loss.cpu()
+        ranks.allreduce(total)
+        return total.item() * self.plan.pp / self.mesh.grid.numel()
+
+
+def whole_state(trainer):
+    """Return {name: tensor} of this rank's layers, as in the whole model."""
+    model, mesh, state = trainer.model, trainer.mesh, {}
+    for name, param in model.named_parameters():
+        whole, dim = param.detach(), getattr(param, "cut_dim", None)
+        if dim is not None:
+            rows = ranks.all_gather(whole.movedim(dim, 0), mesh["tp"])
+            whole = rows.movedim(0, dim)
+        block, is_own, expert = name.partition(".own.")
+        if is_own:  # its number is that among own experts
+            number, rest = expert.split(".", 1)
+            number = int(number) + model.get_submodule(block).before
+            name = f"{block}.{number}.{rest}"
+        state[name] = whole
+    return state

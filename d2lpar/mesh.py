@@ -1,0 +1,64 @@
+"""Ranks in a grid with named axes: who shares what with whom.
+
+Chapter 18 writes this file. Its source: torch's DeviceMesh.
+"""
+
+from collections import Counter
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from . import ranks
+
+
+class Mesh:
+    """All ranks as a grid, of ``sizes`` {axis: number}; the last axis has neighbours.
+
+    ``mesh["tp"]`` is the group of the ranks that differ from this one in tp alone,
+    ``mesh["dp", "cp"]`` of those that differ in dp, in cp or in both. A group is made
+    when it is first asked for, by all ranks of the mesh.
+    """
+
+    def __init__(self, sizes):
+        k, self.sizes, self.groups = dist.get_world_size(), dict(sizes), {}
+        if (product := prod(sizes.values())) != k:
+            factors = " · ".join(f"{axis} {size}" for axis, size in sizes.items())
+            raise ValueError(f"{factors} = {product} ranks, but there are {k}")
+        ranks.agree(f"a mesh of {self.sizes}")
+        self.grid = torch.arange(k).view(*sizes.values())
+        self.place = self.place_of(dist.get_rank())
+
+    def place_of(self, rank):
+        """Return where a rank is, as {axis: place}."""
+        found = (self.grid == rank).nonzero()[0].tolist()
+        return dict(zip(self.sizes, found))
+
+    def lines(self, *axes):
+        """Return the ranks of each group along ``axes``, as a list of lists."""
+        if unknown := set(axes) - set(self.sizes):
+            raise KeyError(f"the mesh has {list(self.sizes)}, and not {list(unknown)}")
+        dims = [list(self.sizes).index(axis) for axis in axes]
+        last = self.grid.movedim(dims, list(range(-len(dims), 0)))
+        return last.flatten(-len(dims)).flatten(0, -2).tolist()
+
+    def __getitem__(self, axes):
+        axes = (axes,) if isinstance(axes, str) else axes
+        lines, me = self.lines(*axes), dist.get_rank()
+        [own] = [line for line in lines if me in line]
+        if str(lines) not in self.groups:
+            ranks.agree(f"a group along {axes}")
+            self.groups[str(lines)] = dist.new_group(
+                own, use_local_synchronization=True
+            )
+        return self.groups[str(lines)]
+
+    def sent(self, ledger):
+        """Return {axes: bytes} that this rank sent to ranks that differ in ``axes``."""
+        me, sent = dist.get_rank(), Counter()
+        for (src, dst), nbytes in ledger.bytes.items():
+            if src == me:
+                there = self.place_of(dst)
+                differ = [a for a in self.sizes if there[a] != self.place[a]]
+                sent[" and ".join(differ)] += nbytes
+        return dict(sent)

@@ -1,1 +1,0 @@
-"""What chapter 18 still uses: ``methods``, and ``layers`` that are cut over ranks."""
