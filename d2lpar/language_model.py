@@ -41,7 +41,9 @@ def cut_layer(layer, plan, mesh):
         cut_layers(layer, mesh["tp"], plan.sequence)
     if plan.cp > 1 and isinstance(layer, Embedding):
         places = own_tokens(torch.arange(len(layer.positions.weight)), 0, mesh["cp"])
-        layer.positions.register_forward_pre_hook(lambda *_: (places,))
+        layer.positions.register_forward_pre_hook(
+            lambda _, args: (places.to(args[0].device),)
+        )
     if plan.cp > 1 and isinstance(layer, Block):
         layer.attention.attend = partial(ring_attention, group=mesh["cp"])
     if plan.ep > 1 and isinstance(layer, Block):

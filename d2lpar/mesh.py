@@ -39,8 +39,8 @@ class Mesh:
         if unknown := set(axes) - set(self.sizes):
             raise KeyError(f"the mesh has {list(self.sizes)}, and not {list(unknown)}")
         dims = [list(self.sizes).index(axis) for axis in axes]
-        last = self.grid.movedim(dims, list(range(-len(dims), 0)))
-        return last.flatten(-len(dims)).flatten(0, -2).tolist()
+        grid = self.grid.movedim(dims, list(range(-len(dims), 0)))
+        return grid.reshape(-1, prod(self.sizes[axis] for axis in axes)).tolist()
 
     def __getitem__(self, axes):
         axes = (axes,) if isinstance(axes, str) else axes

@@ -1,0 +1,73 @@
+"""A mesh has the groups of torch's DeviceMesh, and says who asks for another one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import LIMIT, attempt
+
+from d2lpar import Mesh, count_bytes, launch, ranks
+from d2lpar.schedules import ring
+
+members = dist.get_process_group_ranks
+SIZES = [{"pp": 2, "dp": 2, "tp": 2}, {"dp": 3, "tp": 2}, {"cp": 1, "tp": 4}]
+
+
+def groups_of(rank, k, sizes):
+    ours = Mesh(sizes)
+    theirs = dist.init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
+    assert (*ours.place.values(),) == theirs.get_coordinate()
+    first, *_, last = sizes
+    for axes in (*sizes, (first, last), (*sizes,)):
+        part = theirs[axes] if isinstance(axes, str) else theirs[axes]._flatten()
+        assert members(ours[axes]) == members(part.get_group())
+    assert ours[first, last] is ours[first, last]
+    return len(ours.groups)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_places_and_groups_are_torchs(sizes):
+    k = torch.tensor([*sizes.values()]).prod().item()
+    numbers = launch(groups_of, k, sizes, timeout=LIMIT)
+    # three axes, two of them, all; where the same ranks meet, they share a group
+    assert numbers == [{8: 5, 6: 3, 4: 2}[k]] * k
+
+
+def mistakes(rank, k):
+    half = {"dp": 2, "tp": 2} if rank < 2 else {"tp": 2, "dp": 2}
+    mesh = Mesh({"dp": 2, "tp": 2})
+    return [
+        attempt(Mesh, {"pp": 3, "dp": 2, "tp": 1})[:2],
+        attempt(Mesh, half)[:2],
+        attempt(lambda: mesh["dp", "cp"])[:2],
+        attempt(lambda: mesh["dp" if rank else "tp"])[:2],
+        attempt(lambda: members(mesh["tp"]))[:2],  # the mesh is as good as before
+    ]
+
+
+def test_what_is_wrong_is_named():
+    for rank, found in enumerate(launch(mistakes, 4, timeout=LIMIT)):
+        size, order, unknown, alone, good = found
+        product = "pp 3 · dp 2 · tp 1 = 6 ranks, but there are 4"
+        assert size == ("ValueError", product)
+        assert order[0] == "MismatchError" and "{'tp': 2, 'dp': 2}" in order[1]
+        assert unknown[0] == "KeyError" and "['dp', 'tp'], and not ['cp']" in unknown[1]
+        assert alone[0] == "MismatchError" and "along ('tp',)" in alone[1]
+        assert good == ("ok", [rank // 2 * 2, rank // 2 * 2 + 1])
+
+
+def send_along(rank, k, sizes):
+    mesh = Mesh(sizes)
+    with count_bytes() as ledger:
+        for number, axes in enumerate((*sizes, ("pp", "tp")), 1):
+            data = torch.zeros(100 * number, dtype=torch.uint8)
+            ranks.allreduce(data, ring, group=mesh[axes])
+    return mesh.sent(ledger)
+
+
+def test_what_is_sent_is_known_by_axis():
+    found = launch(send_along, 8, {"pp": 2, "dp": 2, "tp": 2}, timeout=LIMIT)
+    for rank, sent in enumerate(found):
+        # a ring of the four ranks 0, 1, 4, 5 goes along tp, and back along both
+        along = {"tp": 600} if rank % 2 == 0 else {"pp and tp": 600}
+        right = {"pp": 100, "dp": 200, "tp": 300}
+        assert sent == right | {a: right.get(a, 0) + n for a, n in along.items()}
