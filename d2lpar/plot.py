@@ -23,7 +23,7 @@ from .schedules import chunks_of, holdings, num_chunks
 
 # Of Okabe and Ito's colours and of Tol's, those that stand out from white.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288", "#6699CC", "#117733"]
-PALETTE += ["#882255"]
+PALETTE += ["#882255", "#000000"]
 NAMES = ["star", "ring", "tree", "direct", "halving_doubling", "dist.all_reduce"]
 SCHEDULES = dict(zip(NAMES, PALETTE, strict=False)) | {"recursive_doubling": PALETTE[7]}
 COLOURS = dict(zip(["forward", "backward", "weight"], PALETTE, strict=False))
