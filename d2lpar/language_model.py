@@ -23,11 +23,23 @@ DATA = "dp", "ep", "cp"  # ranks that differ in these have other tokens
 EXPERTS = "dp", "cp"  # ranks that differ only in these have the same experts
 
 
+def check_plan(plan, model):
+    """Refuse what is not combined here."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    has_experts = any(".experts." in name for name in names)
+    refused = {
+        "ZeRO-2 or 3": plan.zero > 1,
+        "Ulysses or recomputation": plan.ulysses or plan.recompute,
+        "experts with sequence parallelism": plan.sequence and has_experts,
+        "tied weights": len(names) > len(list(model.parameters())),
+        f"ep {plan.ep}, which does not divide dp {plan.dp}": plan.dp % plan.ep,
+    }
+    if found := [what for what, is_asked in refused.items() if is_asked]:
+        raise ValueError(f"not combined here: {', '.join(found)}")
+
+
 def mesh_of(plan):
     """Return the mesh of a plan of chapter 17; neighbours differ in tp."""
-    refused = plan.zero > 1 or plan.recompute or plan.ulysses
-    if refused or (plan.sequence and plan.ep > 1):
-        raise ValueError(f"this is not combined here: {plan}")
     sizes = {"pp": plan.pp, "dp": plan.dp // plan.ep, "ep": plan.ep}
     mesh = Mesh(sizes | {"cp": plan.cp, "tp": plan.tp})
     for axes in ("pp", "ep", "cp", "tp", DATA, EXPERTS):
@@ -37,13 +49,15 @@ def mesh_of(plan):
 
 def cut_layer(layer, plan, mesh):
     """Leave of a layer of a GPT, in place, what this rank keeps and computes."""
+
+    def own_positions(_, args):
+        places = torch.arange(plan.cp * len(args[0]), device=args[0].device)
+        return own_tokens(places, 0, mesh["cp"])
+
     if plan.tp > 1:
         cut_layers(layer, mesh["tp"], plan.sequence)
     if plan.cp > 1 and isinstance(layer, Embedding):
-        places = own_tokens(torch.arange(len(layer.positions.weight)), 0, mesh["cp"])
-        layer.positions.register_forward_pre_hook(
-            lambda _, args: (places.to(args[0].device),)
-        )
+        layer.positions.register_forward_pre_hook(own_positions)
     if plan.cp > 1 and isinstance(layer, Block):
         layer.attention.attend = partial(ring_attention, group=mesh["cp"])
     if plan.ep > 1 and isinstance(layer, Block):
@@ -88,10 +102,11 @@ def averaging(params, optimizer_class, *, group, **defaults):
 def total_norm(parts, plan):
     """Return the norm of the whole model's gradient: each number is counted once."""
     total = torch.zeros((), dtype=torch.float64)
-    for params, optimizer, copies in parts:
+    for params, optimizer, replicas in parts:
         for param, own in zip(params, optimizer.param_groups[0]["params"]):
-            same = copies if hasattr(param, "cut_dim") else copies * plan.tp
-            total += own.grad.double().square().sum().cpu() / same
+            copies = replicas if hasattr(param, "cut_dim") else replicas * plan.tp
+            if own.grad is not None:
+                total = total + own.grad.double().square().sum() / copies
     ranks.allreduce(total)
     return total.sqrt()
 
@@ -104,15 +119,18 @@ class MeshTrainer:
     """
 
     def __init__(self, model, plan, optimizer_class, **defaults):
+        check_plan(plan, model)
         self.model, self.plan, self.mesh = model, plan, mesh_of(plan)
         self.pipeline, self.parts = pipeline_of(model, plan, self.mesh), []
         make = partial(ShardedOptimizer if plan.zero else averaging, **defaults)
-        for axes in (DATA, EXPERTS):
-            named, group = model.named_parameters(), ranks.group_of(self.mesh[axes])
-            of = [p for name, p in named if (".experts." in name) == (axes == EXPERTS)]
-            if of:  # else a stage without experts
-                optimizer = make(of, optimizer_class, group=group)
-                self.parts.append((of, optimizer, 1 if plan.zero else group.size))
+        named = list(model.named_parameters())
+        experts = [param for name, param in named if ".experts." in name]
+        others = [param for name, param in named if ".experts." not in name]
+        for params, axes in ((others, DATA), (experts, EXPERTS)):
+            if params:  # a stage may have no experts
+                group = ranks.group_of(self.mesh[axes])
+                optimizer = make(params, optimizer_class, group=group)
+                self.parts.append((params, optimizer, 1 if plan.zero else group.size))
 
     def own(self, tokens):
         """Return of sequences (n, length) this rank's, and of these its tokens."""
@@ -147,7 +165,8 @@ class MeshTrainer:
         total = torch.zeros((), dtype=torch.float64)
         total += 0 if loss is None else loss.cpu()
         ranks.allreduce(total)
-        return total.item() * self.plan.pp / self.mesh.grid.numel()
+        num_losses = self.mesh.grid.numel() / self.plan.pp  # ranks of the last stage
+        return total.item() / num_losses
 
 
 def whole_state(trainer):
