@@ -30,7 +30,9 @@ def check_plan(plan, model):
     refused = {
         "ZeRO-2 or 3": plan.zero > 1,
         "Ulysses or recomputation": plan.ulysses or plan.recompute,
+        f"numbers of {plan.item} bytes": plan.item != 4,
         "experts with sequence parallelism": plan.sequence and has_experts,
+        f"ep {plan.ep} without experts": plan.ep > 1 and not has_experts,
         "tied weights": len(names) > len(list(model.parameters())),
         f"ep {plan.ep}, which does not divide dp {plan.dp}": plan.dp % plan.ep,
     }
@@ -103,10 +105,10 @@ def total_norm(parts, plan):
     """Return the norm of the whole model's gradient: each number is counted once."""
     total = torch.zeros((), dtype=torch.float64)
     for params, optimizer, replicas in parts:
-        for param, own in zip(params, optimizer.param_groups[0]["params"]):
+        for param, rows in zip(params, optimizer.param_groups[0]["params"]):
             copies = replicas if hasattr(param, "cut_dim") else replicas * plan.tp
-            if own.grad is not None:
-                total = total + own.grad.double().square().sum() / copies
+            if rows.grad is not None:  # the parameter itself, or with ZeRO-1 own rows
+                total = total + rows.grad.double().square().sum() / copies
     ranks.allreduce(total)
     return total.sqrt()
 
@@ -144,6 +146,7 @@ class MeshTrainer:
 
     def forward_backward(self, X, y):
         """Add to gradients; return the mean loss of own tokens, on the last stage."""
+        ranks.agree(f"a batch with the sum {X.sum() + y.sum()}")  # is it the same one?
         return self.pipeline.forward_backward(self.own(X), self.own(y))
 
     def update(self, max_norm=torch.inf):
@@ -152,8 +155,8 @@ class MeshTrainer:
             optimizer.take_gradients()
         norm = total_norm(self.parts, self.plan)
         for _, optimizer, _ in self.parts:
-            own = optimizer.param_groups[0]["params"]
-            nn.utils.clip_grads_with_norm_(own, max_norm, norm)
+            rows = optimizer.param_groups[0]["params"]
+            nn.utils.clip_grads_with_norm_(rows, max_norm, norm)
             optimizer.step()
             optimizer.zero_grad()
         return norm

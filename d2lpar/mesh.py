@@ -34,24 +34,17 @@ class Mesh:
         found = (self.grid == rank).nonzero()[0].tolist()
         return dict(zip(self.sizes, found))
 
-    def lines(self, *axes):
-        """Return the ranks of each group along ``axes``, as a list of lists."""
-        if unknown := set(axes) - set(self.sizes):
-            raise KeyError(f"the mesh has {list(self.sizes)}, and not {list(unknown)}")
-        dims = [list(self.sizes).index(axis) for axis in axes]
-        grid = self.grid.movedim(dims, list(range(-len(dims), 0)))
-        return grid.reshape(-1, prod(self.sizes[axis] for axis in axes)).tolist()
-
     def __getitem__(self, axes):
         axes = (axes,) if isinstance(axes, str) else axes
-        lines, me = self.lines(*axes), dist.get_rank()
-        [own] = [line for line in lines if me in line]
-        if str(lines) not in self.groups:
+        if unknown := set(axes) - set(self.sizes):
+            raise KeyError(f"the mesh has {list(self.sizes)}, and not {list(unknown)}")
+        index = [slice(None) if a in axes else i for a, i in self.place.items()]
+        own = tuple(self.grid[index].flatten().tolist())
+        if own not in self.groups:
             ranks.agree(f"a group along {axes}")
-            self.groups[str(lines)] = dist.new_group(
-                own, use_local_synchronization=True
-            )
-        return self.groups[str(lines)]
+            # other groups are made at the same time, by their own ranks
+            self.groups[own] = dist.new_group(own, use_local_synchronization=True)
+        return self.groups[own]
 
     def sent(self, ledger):
         """Return {axes: bytes} that this rank sent to ranks that differ in ``axes``."""

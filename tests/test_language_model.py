@@ -160,9 +160,11 @@ def refused(rank, world_size):
             lambda: make(model(Plan()), Plan(dp=2, zero=2)),
             lambda: make(model(Plan()), Plan(dp=2, recompute=True)),
             lambda: make(tied, Plan(tp=2)),
-            lambda: make(model(Plan()), Plan(dp=2, ep=4)),
+            lambda: make(model(Plan(ep=2)), Plan(dp=2, ep=4)),
+            lambda: make(model(Plan()), Plan(dp=2, ep=2, item=2)),
             lambda: make(model(Plan(ep=2)), Plan(tp=2, sequence=True)),
             lambda: trainer.step(*batches(1, n=6)[0]),
+            lambda: trainer.step(*batches(1, n=8 + rank)[0]),
         )
     ]
 
@@ -170,10 +172,12 @@ def refused(rank, world_size):
 def test_what_does_not_fit_is_named():
     for found in launch(refused, 2, timeout=LIMIT):
         kinds, texts = zip(*found)
-        assert kinds == ("ValueError",) * 7, texts
+        assert kinds == ("ValueError",) * 8 + ("MismatchError",), texts
         assert "dp 4 · ep 1 · cp 1 · tp 1 = 4 ranks, but there are 2" in texts[0]
         reasons = ["ZeRO-2 or 3", "Ulysses or recomputation", "tied weights"]
         reasons += ["ep 4, which does not divide dp 2"]
         reasons += ["experts with sequence parallelism"]
-        assert [*texts[1:6]] == [f"not combined here: {reason}" for reason in reasons]
-        assert "6 sequences cannot be divided among dp 2 · ep 1" in texts[6]
+        reasons.insert(4, "numbers of 2 bytes, ep 2 without experts")
+        assert [*texts[1:7]] == [f"not combined here: {reason}" for reason in reasons]
+        assert "6 sequences cannot be divided among dp 2 · ep 1" in texts[7]
+        assert "a batch with the sum" in texts[8]

@@ -275,7 +275,7 @@ def own_group(group: Group | dist.ProcessGroup | None = None) -> Group:
     group = group_of(group)
     process_group = group.messages.process_group()
     if group.messages.has_nccl:  # whose messages have no tags
-        process_group = dist.new_group(group.ranks)
+        process_group = dist.new_group(group.ranks, use_local_synchronization=True)
     own = Group(process_group, next(group.numbers))
     own.numbers = group.numbers
     if group.transport is not group.messages:

@@ -177,6 +177,17 @@ def test_a_broken_group_says_so_while_a_thread_still_sends(rank, k):
     assert kind == "PeerError" and "used since: it is broken" in text
 
 
+@in_ranks(4)
+def test_two_groups_that_need_new_ones_of_torch_do_not_wait_for_each_other(rank, k):
+    group = ranks.group_of(dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0])
+    group.messages.has_nccl = True  # such a group does
+    for i in range(4):  # one of the two is late
+        time.sleep(0.1 * (rank // 2 == i % 2))
+        own, total = ranks.own_group(group), torch.tensor([1.0 + rank])
+        ranks.allreduce(total, group=own)
+        assert own.ranks == group.ranks and total.item() == (3 if rank < 2 else 7)
+
+
 @both_ways
 @in_ranks(2)
 def test_threads_with_groups_of_their_own_have_an_order_of_their_own(rank, k, way):
