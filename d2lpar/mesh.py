@@ -39,7 +39,7 @@ class Mesh:
         if unknown := set(axes) - set(self.sizes):
             raise KeyError(f"the mesh has {list(self.sizes)}, and not {list(unknown)}")
         index = [slice(None) if a in axes else i for a, i in self.place.items()]
-        own = tuple(self.grid[index].flatten().tolist())
+        own = tuple(self.grid[tuple(index)].flatten().tolist())
         if own not in self.groups:
             ranks.agree(f"a group along {axes}")
             # other groups are made at the same time, by their own ranks
