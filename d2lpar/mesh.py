@@ -22,10 +22,10 @@ class Mesh:
 
     def __init__(self, sizes):
         k, self.sizes, self.groups = dist.get_world_size(), dict(sizes), {}
+        ranks.agree(f"a mesh of {self.sizes}")
         if (product := prod(sizes.values())) != k:
             factors = " · ".join(f"{axis} {size}" for axis, size in sizes.items())
             raise ValueError(f"{factors} = {product} ranks, but there are {k}")
-        ranks.agree(f"a mesh of {self.sizes}")
         self.grid = torch.arange(k).view(*sizes.values())
         self.place = self.place_of(dist.get_rank())
 

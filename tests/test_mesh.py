@@ -37,6 +37,7 @@ def mistakes(rank, k):
     mesh = Mesh({"dp": 2, "tp": 2})
     return [
         attempt(Mesh, {"pp": 3, "dp": 2, "tp": 1})[:2],
+        attempt(Mesh, {"dp": 2, "tp": 2 + (rank == 1)})[:2],
         attempt(Mesh, half)[:2],
         attempt(lambda: mesh["dp", "cp"])[:2],
         attempt(lambda: mesh["dp" if rank else "tp"])[:2],
@@ -46,9 +47,10 @@ def mistakes(rank, k):
 
 def test_what_is_wrong_is_named():
     for rank, found in enumerate(launch(mistakes, 4, timeout=LIMIT)):
-        size, order, unknown, alone, good = found
+        size, one, order, unknown, alone, good = found
         product = "pp 3 · dp 2 · tp 1 = 6 ranks, but there are 4"
         assert size == ("ValueError", product)
+        assert one[0] == "MismatchError" and "{'dp': 2, 'tp': 3}" in one[1]
         assert order[0] == "MismatchError" and "{'tp': 2, 'dp': 2}" in order[1]
         assert unknown[0] == "KeyError" and "['dp', 'tp'], and not ['cp']" in unknown[1]
         assert alone[0] == "MismatchError" and "along ('tp',)" in alone[1]
