@@ -42,7 +42,7 @@ from .pipeline_schedules import (
     one_f_one_b,
     zero_bubble,
 )
-from .planning import Machine, Plan, Transformer, fastest
+from .planning import Plan, fastest
 from .ranks import MismatchError, PeerError, RankError, launch
 from .sampler import DistributedSampler
 from .schedules import (
