@@ -17,7 +17,7 @@ class Mesh:
 
     ``mesh["tp"]`` is the group of the ranks that differ from this one in tp alone,
     ``mesh["dp", "cp"]`` of those that differ in dp, in cp or in both. A group is made
-    when it is first asked for, by all ranks of the mesh.
+    when it is first asked for, by all ranks of the mesh, and stays, like torch's.
     """
 
     def __init__(self, sizes):
