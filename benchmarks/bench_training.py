@@ -7,6 +7,7 @@ that the spread that it has against itself stands beside the ratio.
 
 import time
 from functools import partial
+from statistics import quantiles
 
 import torch
 from timing import (
@@ -15,7 +16,6 @@ from timing import (
     print_goal,
     print_machine,
     print_ratios,
-    quartiles,
     time_in_turn,
 )
 from torch.nn import functional as F
@@ -110,7 +110,7 @@ def main():
     iterations = time_in_turn(
         {"iterate": lambda: [None for _ in train_iter]}, rounds=5, warm_up=1
     )
-    share = quartiles([100 * seconds / epoch for seconds in iterations["iterate"]])
+    share = tuple(quantiles([100 * s / epoch for s in iterations["iterate"]], n=4))
     print(f"\nAn epoch takes {epoch:.1f} s")
     print_goal("iterating over all minibatches, % of an epoch", share, 2)
 

@@ -9,8 +9,8 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable
+from statistics import median, quantiles
 
 import psutil  # jupyter brings it
 import torch
@@ -26,12 +26,6 @@ def print_machine() -> None:
     print(f"{hardware()}; {busy:.0f} % busy before we begin (load {load:.1f})")
     if "MALLOC_TRIM_THRESHOLD_" not in os.environ:
         print("The memory of large tensors is given back when they are freed.")
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the first quartile, the median and the third quartile."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 4], median(ordered), ordered[-1 - len(ordered) // 4]
 
 
 def time_in_turn(
@@ -68,7 +62,7 @@ def print_ratios(
     width = max(map(len, seconds))
     ratios = {name: ratio(times, seconds[base]) for name, times in seconds.items()}
     for name, times in seconds.items():
-        low, middle, high = quartiles([1e3 * t for t in times])
+        low, middle, high = quantiles([1e3 * t for t in times], n=4)
         of_base = "{1:6.3f} ({0:.2f} to {2:.2f})".format(*ratios[name])
         spread = f"{middle:8.2f} ms ({low:.2f} to {high:.2f})"
         print(f"{name:{width}} {spread:30} times {base}: {of_base}")
@@ -101,7 +95,7 @@ def print_goal(
 
 def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
     """Return the quartiles of the ratios of two contenders' seconds, round by round."""
-    return quartiles([a / b for a, b in zip(times, base, strict=True)])
+    return tuple(quantiles([a / b for a, b in zip(times, base, strict=True)], n=4))
 
 
 def geometric_mean(values: list[float]) -> float:
