@@ -5,6 +5,7 @@ Chapter 15 writes this. Sources: Liu et al., "Ring Attention with Blockwise
 Transformers" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
 
+from functools import partial
 from itertools import product
 from math import ceil
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from . import ranks
 from .losses import wide
 from .mixed_precision import autocast
+from .models import Attention, Embedding
 from .tensor_parallel import even_share
 
 TILE = 256  # tokens: how many queries meet how many keys at a time
@@ -146,3 +148,20 @@ def ulysses_attention(q, k, v, group=None, order=zigzag):
     qkv = Swap.apply(torch.stack([q, k, v]), 2, 3, group)[..., places.argsort(), :]
     out = F.scaled_dot_product_attention(*qkv, is_causal=True)
     return Swap.apply(out[:, :, places], 2, 1, group)
+
+
+def own_positions(group, layer, args):
+    """Replace the places 0, 1, … of this rank's tokens by those in the whole text."""
+    places = torch.arange(len(args[0]) * group.size, device=args[0].device)
+    return own_tokens(places, 0, group)
+
+
+def cut_sequence(model, group=None, attention=ring_attention):
+    """Let a GPT compute with this rank's tokens, in place; return it."""
+    group = ranks.group_of(group)
+    for part in model.modules():
+        if isinstance(part, Attention):
+            part.attend = partial(attention, group=group)
+        elif isinstance(part, Embedding):
+            part.positions.register_forward_pre_hook(partial(own_positions, group))
+    return model

@@ -99,22 +99,21 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(ctx.scale * grad, *ctx.back), None, None, None
 
 
-class ParallelExperts(nn.Module):
-    """This rank's share of ``whole``, which is Experts, to take its place."""
+class ParallelExperts(nn.ModuleDict):
+    """This rank's share of ``whole``, which is Experts, under the names there."""
 
     def __init__(self, whole, group=None):
-        super().__init__()
-        self.group = ranks.group_of(group)
-        n = even_share(len(whole), "experts", self.group)
-        self.before = self.group.me * n  # as many are on ranks before this one
-        self.own = whole[self.before :][:n]
+        group = ranks.group_of(group)
+        n = even_share(len(whole), "experts", group)
+        super().__init__([*whole.named_children()][group.me * n :][:n])
+        self.group = group
 
     def forward(self, X, counts):
         """Send rows to their experts and back. Gradients there are of the mean loss."""
         group, counts = self.group, counts.view(self.group.size, -1)
         come = torch.stack(ranks.all_to_all([*counts], group))  # (rank, own expert)
         X = Exchange.apply(X, counts.sum(1).tolist(), group, group.size)
-        expert = torch.arange(len(self.own), device=X.device).repeat(group.size)
+        expert = torch.arange(len(self), device=X.device).repeat(group.size)
         order = expert.repeat_interleave(come.flatten()).argsort(stable=True)
-        outputs = self.own(X[order], come.sum(0))[order.argsort()]
+        outputs = Experts(self.values())(X[order], come.sum(0))[order.argsort()]
         return Exchange.apply(outputs, come.sum(1).tolist(), group, 1 / group.size)

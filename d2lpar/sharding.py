@@ -37,9 +37,9 @@ def padded(tensor, k):
 class ShardedOptimizer(torch.optim.Optimizer):
     """Updates this rank's rows of each parameter, then gathers those of all (ZeRO-1).
 
-    It also begins with the first rank's parameters and averages gradients, as DDP does.
-    The optimiser within must treat each number alone, as Adam does. Before you clip
-    ``param_groups``, call ``take_gradients``. ``reduce`` as a hook makes it ZeRO-2.
+    It also begins with the first rank's parameters and averages gradients, as DDP does,
+    in ``group`` or a param group's own. The optimiser within must treat each number
+    alone, as Adam does. Before you clip ``param_groups``, call ``take_gradients``.
     """
 
     def __init__(self, params, optimizer_class, *, group=None, **defaults):
@@ -51,22 +51,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Let the optimiser within train this rank's rows of more parameters."""
         params = settings["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)
+        group = ranks.group_of(settings.pop("group", self.group))
         new = [param for param in params if param not in self.shards]
-        share(new, self.group)
+        share(new, group)
         for param in new:
-            shard = torch.nn.Parameter(rows_of(param, self.group), param.requires_grad)
-            shard.whole_shape, shard.group = param.shape, self.group
+            shard = torch.nn.Parameter(rows_of(param, group), param.requires_grad)
+            shard.whole_shape, shard.group = param.shape, group
             self.shards[param], shard.number = shard, len(self.shards)
-        own = [self.shards[param] for param in params]
-        super().add_param_group({**settings, "params": own})
+        super().add_param_group(settings | {"params": [self.shards[p] for p in params]})
 
     def reduce(self, param):
         """Give the shard its rows of the mean gradient, and free the gradient."""
-        shard, lines = self.shards[param], padded(param.grad, self.group.size)
-        shard.data = rows_of(param, self.group)  # it may have new memory by now
-        with self.group.saying(f" for parameter {shard.number}"):
-            own = ranks.reduce_scatter(lines, "mean", self.group).flatten()
-        own = own[: shard.numel()].view_as(shard)
+        shard, group = self.shards[param], self.shards[param].group
+        shard.data = rows_of(param, group)  # it may have new memory by now
+        with group.saying(f" for parameter {shard.number}"):
+            own = ranks.reduce_scatter(padded(param.grad, group.size), "mean", group)
+        own = own.flatten()[: shard.numel()].view_as(shard)
         shard.grad = own.clone() if shard.grad is None else shard.grad + own
         param.grad = None
 
@@ -84,7 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.step()
         for param, shard in self.shards.items():
             if shard.grad is not None:
-                param.copy_(ranks.all_gather(shard, self.group).view_as(param))
+                param.copy_(ranks.all_gather(shard, shard.group).view_as(param))
 
     def zero_grad(self):
         """Forget the gradients of parameters and shards."""
@@ -269,14 +269,14 @@ def no_sync(module):
 
 
 @torch.no_grad()
-def clip_grad_norm_(shards, max_norm):
+def clip_grad_norm_(shards, max_norm, group=None):
     """Scale all ranks' gradients to a norm of at most max_norm; return their norm."""
     shards = list(shards)
     if not all(hasattr(shard, "group") for shard in shards):
         raise ValueError("no shards: take those in the optimiser's param_groups")
     grads = [shard.grad for shard in shards if shard.grad is not None]
     total = torch.nn.utils.get_total_norm(grads).double().square()
-    ranks.allreduce(total, group=shards[0].group)
+    ranks.allreduce(total, group=group or shards[0].group)
     torch.nn.utils.clip_grads_with_norm_(shards, max_norm, total.sqrt())
     return total.sqrt()
 
