@@ -6,10 +6,10 @@ Chapter 18 writes this file. Its sources are those of the classes that it combin
 from zlib import crc32
 
 import torch
-from torch import nn
 
 from . import ranks
 from .context_parallel import cut_sequence, own_tokens
+from .ddp import share
 from .experts import MixtureOfExperts, ParallelExperts
 from .mesh import Mesh
 from .pipeline import DistributedPipeline, cut
@@ -28,7 +28,8 @@ def cut_gpt(model, mesh, sequence=False):
     blocks = [x for x in model.modules() if isinstance(x, MixtureOfExperts)]
     if sequence and blocks:
         raise ValueError("sequence parallelism and experts are not combined here")
-    if len({*model.parameters()}) < len(model.state_dict()):
+    names = dict(model.named_parameters(remove_duplicate=False))
+    if len({*names.values()}) < len(names):
         raise ValueError("tied weights are not combined with a mesh here")
     if mesh.sizes["tp"] > 1:
         cut_layers(model, mesh["tp"], sequence)
@@ -44,7 +45,7 @@ def copied_along(name, param):
     return axes if hasattr(param, "cut_dim") else [*axes, "tp"]
 
 
-class TokenLoss(nn.Module):
+class TokenLoss(torch.nn.Module):
     """The tokens' losses, added up, from this rank's part of their logits."""
 
     def __init__(self, group):
@@ -59,13 +60,12 @@ class TokenLoss(nn.Module):
 class MeshTrainer:
     """Trains this rank's part of a GPT on a mesh, in m micro-batches, with ZeRO-1.
 
-    All ranks pass the same ``model``, then the same batches. The optimiser must treat
-    each number alone, as Adam does.
+    It begins with the first rank's weights. ``make``, such as Adam, makes an optimiser,
+    which must treat each number alone. All ranks pass the same batches.
     """
 
-    def __init__(
-        self, model, mesh, optimizer_class, m=1, schedule=one_f_one_b, sequence=False
-    ):
+    def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
+        share(model.parameters(), ranks.group_of(None))
         cut_gpt(model, mesh, sequence)
         stages = cut(model, len(placement(schedule(mesh.sizes["pp"], m))))
         how = m, schedule, torch.numel, mesh["pp"]
@@ -73,11 +73,11 @@ class MeshTrainer:
         self.mesh, self.params, groups = mesh, {}, []
         own = {*self.pipeline.stages.parameters()}
         for name, param in model.named_parameters():
-            group = mesh[copied_along(name, param)]  # all ranks ask for it
+            group = mesh[copied_along(name, param)]  # for which all ranks ask
             if param in own:
                 self.params[name] = param
                 groups.append({"params": [param], "group": group})
-        self.optimizer = ShardedOptimizer(groups, optimizer_class)
+        self.optimizer = ShardedOptimizer(groups, make)
 
     def own(self, tokens):
         """Return of sequences (n, length) this rank's, and of these its tokens."""
@@ -87,7 +87,8 @@ class MeshTrainer:
 
     def forward_backward(self, X, y):
         """Add to gradients; return the mean loss of own tokens, on the last stage."""
-        ranks.agree(f"a batch with the digest {crc32(X.cpu().contiguous().numpy())}")
+        batch = torch.stack([X, y]).cpu().numpy()
+        ranks.agree(f"a batch with the digest {crc32(batch)}")
         return self.pipeline.forward_backward(self.own(X), self.own(y))
 
     def update(self, max_norm=torch.inf):
@@ -105,8 +106,7 @@ class MeshTrainer:
         self.update(max_norm)
         total = torch.tensor(float(loss or 0), dtype=torch.float64)
         ranks.allreduce(total)
-        num_losses = self.mesh.grid.numel() / self.mesh.sizes["pp"]  # of the last stage
-        return total.item() / num_losses
+        return total.item() * self.mesh.sizes["pp"] / self.mesh.grid.numel()
 
 
 def whole_state(trainer):
