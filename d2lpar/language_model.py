@@ -29,8 +29,9 @@ def cut_gpt(model, mesh, sequence=False):
     if sequence and blocks:
         raise ValueError("sequence parallelism and experts are not combined here")
     names = dict(model.named_parameters(remove_duplicate=False))
-    if len({*names.values()}) < len(names):
-        raise ValueError("tied weights are not combined with a mesh here")
+    has_dropout = any(isinstance(x, torch.nn.Dropout) for x in model.modules())
+    if has_dropout or len({*names.values()}) < len(names):
+        raise ValueError("dropout and tied weights are not combined with a mesh here")
     if mesh.sizes["tp"] > 1:
         cut_layers(model, mesh["tp"], sequence)
     if mesh.sizes["cp"] > 1:
@@ -58,10 +59,9 @@ class TokenLoss(torch.nn.Module):
 
 
 class MeshTrainer:
-    """Trains this rank's part of a GPT on a mesh, in m micro-batches, with ZeRO-1.
+    """Trains a GPT on a mesh, from the first rank's weights, in m micro-batches.
 
-    It begins with the first rank's weights. ``make``, such as Adam, makes an optimiser,
-    which must treat each number alone. All ranks pass the same batches.
+    All ranks pass the same batches. ``make``, such as Adam, must treat numbers alone.
     """
 
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):

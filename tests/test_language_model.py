@@ -167,13 +167,15 @@ def test_bytes_are_sent_along_the_axes_as_planned(name):
 def refused(rank, world_size):
     tied = model({})
     tied[-1].logits.weight = tied[0].tokens.weight
-    two, experts = {"dp": 2}, model({"ep": 2})
+    two, experts, dropout = {"dp": 2}, model({"ep": 2}), model({})
+    dropout[1].mlp.append(torch.nn.Dropout())
     trainer = MeshTrainer(model({}), gpt_mesh(**two), SGD)
     return [
         attempt(call)[:2]
         for call in (
             lambda: gpt_mesh(dp=4),
             lambda: MeshTrainer(tied, gpt_mesh(tp=2), SGD),
+            lambda: MeshTrainer(dropout, gpt_mesh(tp=2), SGD),
             lambda: MeshTrainer(experts, gpt_mesh(tp=2), SGD, sequence=True),
             lambda: MeshTrainer(model({}), gpt_mesh(pp=2), SGD, m=1, schedule=TWICE),
             lambda: trainer.step(*batches(1, n=5)[0]),
@@ -185,10 +187,10 @@ def refused(rank, world_size):
 def test_what_does_not_fit_is_named():
     for found in launch(refused, 2, timeout=LIMIT):
         kinds, texts = zip(*found)
-        assert kinds == ("ValueError",) * 5 + ("MismatchError",), texts
+        assert kinds == ("ValueError",) * 6 + ("MismatchError",), texts
         assert "dp 4 · ep 1 · cp 1 · tp 1 = 4 ranks, but there are 2" in texts[0]
-        assert "tied weights are not combined" in texts[1]
-        assert "sequence parallelism and experts are not combined" in texts[2]
-        assert "2 ranks take rounds of 2 micro-batches: 1 do not fit" in texts[3]
-        assert "5 sequences cannot be divided among 2 ranks" in texts[4]
-        assert "a batch with the digest" in texts[5]
+        assert texts[1] == texts[2] and "dropout and tied weights are not" in texts[1]
+        assert "sequence parallelism and experts are not combined" in texts[3]
+        assert "2 ranks take rounds of 2 micro-batches: 1 do not fit" in texts[4]
+        assert "5 sequences cannot be divided among 2 ranks" in texts[5]
+        assert "a batch with the digest" in texts[6]
