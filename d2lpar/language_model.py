@@ -1,7 +1,4 @@
-"""A GPT trained on every mesh: the splits of this book, combined.
-
-Chapter 18 writes this file. Its sources are those of the classes that it combines.
-"""
+"""A GPT on every mesh. Chapter 18 writes this; its sources are those of its parts."""
 
 from zlib import crc32
 
@@ -10,8 +7,9 @@ import torch
 from . import ranks
 from .context_parallel import cut_sequence, own_tokens
 from .ddp import share
-from .experts import MixtureOfExperts, ParallelExperts
+from .experts import Experts, MixtureOfExperts, ParallelExperts
 from .mesh import Mesh
+from .models import GPT_LAYERS
 from .pipeline import DistributedPipeline, cut
 from .pipeline_schedules import one_f_one_b, placement
 from .sharding import ShardedOptimizer, clip_grad_norm_
@@ -26,12 +24,13 @@ def gpt_mesh(pp=1, dp=1, ep=1, cp=1, tp=1):
 def cut_gpt(model, mesh, sequence=False):
     """Leave of each layer of a GPT, in place, what this rank keeps and computes."""
     blocks = [x for x in model.modules() if isinstance(x, MixtureOfExperts)]
-    if sequence and blocks:
-        raise ValueError("sequence parallelism and experts are not combined here")
+    unknown = {*map(type, model.modules())} - {*GPT_LAYERS, MixtureOfExperts, Experts}
     names = dict(model.named_parameters(remove_duplicate=False))
-    has_dropout = any(isinstance(x, torch.nn.Dropout) for x in model.modules())
-    if has_dropout or len({*names.values()}) < len(names):
-        raise ValueError("dropout and tied weights are not combined with a mesh here")
+    refused = [kind.__name__ for kind in unknown]
+    refused += ["tied weights"] if len({*names.values()}) < len(names) else []
+    refused += ["experts with sequence parallelism"] if sequence and blocks else []
+    if refused:
+        raise ValueError(f"not combined with a mesh here: {', '.join(refused)}")
     if mesh.sizes["tp"] > 1:
         cut_layers(model, mesh["tp"], sequence)
     if mesh.sizes["cp"] > 1:
@@ -61,15 +60,15 @@ class TokenLoss(torch.nn.Module):
 class MeshTrainer:
     """Trains a GPT on a mesh, from the first rank's weights, in m micro-batches.
 
-    All ranks pass the same batches. ``make``, such as Adam, must treat numbers alone.
+    All ranks pass the same batches. ``make``, like Adam, must treat each number alone.
     """
 
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
         share(model.parameters(), ranks.group_of(None))
         cut_gpt(model, mesh, sequence)
         stages = cut(model, len(placement(schedule(mesh.sizes["pp"], m))))
-        how = m, schedule, torch.numel, mesh["pp"]
-        self.pipeline = DistributedPipeline(stages, TokenLoss(mesh["tp"]), *how)
+        loss, pp = TokenLoss(mesh["tp"]), mesh["pp"]
+        self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
         self.mesh, self.params, groups = mesh, {}, []
         own = {*self.pipeline.stages.parameters()}
         for name, param in model.named_parameters():
@@ -105,8 +104,8 @@ class MeshTrainer:
         loss = self.forward_backward(X, y)
         self.update(max_norm)
         total = torch.tensor(float(loss or 0), dtype=torch.float64)
-        ranks.allreduce(total)
-        return total.item() * self.mesh.sizes["pp"] / self.mesh.grid.numel()
+        ranks.allreduce(total, op="mean")  # of pp ranks, one has a loss
+        return total.item() * self.mesh.sizes["pp"]
 
 
 def whole_state(trainer):

@@ -13,7 +13,7 @@ from . import ranks
 
 
 class Mesh:
-    """All ranks as a grid, of ``sizes`` {axis: number}; the last axis has neighbours.
+    """All ranks as a grid of ``sizes``, {axis: number}; neighbours differ in the last.
 
     ``mesh["tp"]`` is the group of the ranks that differ from this one in tp alone,
     ``mesh["dp", "cp"]`` of those that differ in dp, in cp or in both. A group is made

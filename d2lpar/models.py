@@ -150,3 +150,7 @@ class Head(nn.Sequential):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.logits = nn.Linear(width, vocab_size, bias=False)
+
+
+GPT_LAYERS = {Embedding, Block, Attention, Head, nn.Sequential, nn.Embedding, nn.Linear}
+GPT_LAYERS |= {nn.LayerNorm, nn.GELU}
