@@ -66,8 +66,8 @@ class MeshTrainer:
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
         share(model.parameters(), ranks.group_of(None))
         cut_gpt(model, mesh, sequence)
-        stages = cut(model, len(placement(schedule(mesh.sizes["pp"], m))))
-        loss, pp = TokenLoss(mesh["tp"]), mesh["pp"]
+        num_stages = len(placement(schedule(mesh.sizes["pp"], m)))
+        stages, loss, pp = cut(model, num_stages), TokenLoss(mesh["tp"]), mesh["pp"]
         self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
         self.mesh, self.params, groups = mesh, {}, []
         own = {*self.pipeline.stages.parameters()}
@@ -79,7 +79,7 @@ class MeshTrainer:
         self.optimizer = ShardedOptimizer(groups, make)
 
     def own(self, tokens):
-        """Return of sequences (n, length) this rank's, and of these its tokens."""
+        """Return this rank's tokens of its sequences, of all of them (n, length)."""
         rows = own_part(tokens, 0, ranks.group_of(self.mesh["dp", "ep"]), "sequences")
         cp = ranks.group_of(self.mesh["cp"])
         return own_tokens(rows, 1, cp) if cp.size > 1 else rows
