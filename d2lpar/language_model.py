@@ -79,7 +79,7 @@ class MeshTrainer:
         self.optimizer = ShardedOptimizer(groups, make)
 
     def own(self, tokens):
-        """Return this rank's tokens of its sequences, of all of them (n, length)."""
+        """Return this rank's tokens of its own sequences; all are (n, length)."""
         rows = own_part(tokens, 0, ranks.group_of(self.mesh["dp", "ep"]), "sequences")
         cp = ranks.group_of(self.mesh["cp"])
         return own_tokens(rows, 1, cp) if cp.size > 1 else rows

@@ -209,6 +209,8 @@ def cut_layers(model, group=None, sequence=False):
         for kind, endings in PLAN.items():
             if name.endswith(endings):
                 made[name] = kind(part, group, sequence)
+        if sequence and isinstance(part, nn.Linear) and name not in made:
+            raise ValueError(f"sequence parallelism does not know the layer {name}")
     for name, layer in made.items():
         model.set_submodule(name, layer)
     for name, part in model.named_modules() if sequence else ():

@@ -238,6 +238,9 @@ def what_does_not_divide_is_named_and_nothing_has_been_cut(rank, world_size):
         before = [*parts(model.modules())]
         refused(f"{what} {four}", cut_layers, model)
         assert [*parts(model.modules())] == before
+    more = small_gpt().insert(1, nn.Linear(16, 16))  # would see own tokens only
+    unknown = "sequence parallelism does not know the layer 1"
+    refused(unknown, cut_layers, more, None, True)
     refused(f"10 features {four}", ColumnParallelLinear, nn.Linear(6, 10))
     refused(f"6 features {four}", RowParallelLinear, nn.Linear(6, 10))
     cut, (X, y) = cut_layers(small_gpt(), None, True), text()
