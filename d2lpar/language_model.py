@@ -67,13 +67,14 @@ class MeshTrainer:
         share(model.parameters(), ranks.group_of(None))
         cut_gpt(model, mesh, sequence)
         num_stages = len(placement(schedule(mesh.sizes["pp"], m)))
-        stages, loss, pp = cut(model, num_stages), TokenLoss(mesh["tp"]), mesh["pp"]
-        self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
+        stages, loss = cut(model, num_stages), TokenLoss(mesh["tp"])
+        options = {"count": torch.numel, "group": mesh["pp"]}
+        self.pipeline = DistributedPipeline(stages, loss, m, schedule, **options)
         self.mesh, self.params, groups = mesh, {}, []
-        own = {*self.pipeline.stages.parameters()}
+        kept = {*self.pipeline.stages.parameters()}
         for name, param in model.named_parameters():
             group = mesh[copied_along(name, param)]  # for which all ranks ask
-            if param in own:
+            if param in kept:
                 self.params[name] = param
                 groups.append({"params": [param], "group": group})
         self.optimizer = ShardedOptimizer(groups, make)
