@@ -78,6 +78,7 @@ class MeshTrainer:
                 self.params[name] = param
                 groups.append({"params": [param], "group": group})
         self.optimizer = ShardedOptimizer(groups, make)
+        self.optimizer.zero_grad()  # what a pass before this one has left
 
     def own(self, tokens):
         """Return this rank's tokens of its own sequences; all are (n, length)."""
@@ -87,8 +88,7 @@ class MeshTrainer:
 
     def forward_backward(self, X, y):
         """Add to gradients; return the mean loss of own tokens, on the last stage."""
-        batch = torch.stack([X, y]).cpu().numpy()
-        ranks.agree(f"a batch with the digest {crc32(batch)}")
+        ranks.agree(f"a batch, digest {crc32(torch.stack([X, y]).cpu().numpy())}")
         return self.pipeline.forward_backward(self.own(X), self.own(y))
 
     def update(self, max_norm=torch.inf):
