@@ -49,7 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, settings):
         """Let the optimiser within train this rank's rows of more parameters."""
-        params = settings["params"]
+        settings, params = dict(settings), settings["params"]  # the caller's dict stays
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         group = ranks.group_of(settings.pop("group", self.group))
         new = [param for param in params if param not in self.shards]

@@ -169,9 +169,9 @@ def test_bytes_are_sent_along_the_axes_as_planned(name):
 def refused(rank, world_size):
     tied = model({})
     tied[-1].logits.weight = tied[0].tokens.weight
-    two, experts, dropout = {"dp": 2}, model({"ep": 2}), model({})
+    experts, dropout = model({"ep": 2}), model({})
     dropout[1].mlp.append(torch.nn.Dropout())
-    trainer = MeshTrainer(model({}), gpt_mesh(**two), SGD)
+    trainer = MeshTrainer(model({}), gpt_mesh(dp=2), SGD)
     return [
         attempt(call)[:2]
         for call in (

@@ -398,7 +398,9 @@ def zero1_works_with_scaler_scheduler_and_more_groups(rank, k):
         make = partial(ShardedOptimizer, optimizer_class=SGD) if sharded else SGD
         optimizer = make(model[0].parameters(), lr=0.1, momentum=0.9)
         optimizer.add_param_group({"params": model[2].weight, "lr": 0.2})
-        optimizer.add_param_group({"params": [model[2].bias]})
+        last = {"params": [model[2].bias], "group": None}  # all ranks
+        optimizer.add_param_group(last)
+        assert "group" in last  # another optimiser may get it, too
         again = {"params": [model[2].bias]}
         assert "more than one" in attempt(optimizer.add_param_group, again)[1]
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
