@@ -63,7 +63,6 @@ from .sharding import (
     full_state_dict,
     fully_shard,
     load_full_state_dict,
-    no_sync,
 )
 from .tensor_parallel import (
     ColumnParallelLinear,

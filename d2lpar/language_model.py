@@ -70,13 +70,13 @@ class MeshTrainer:
         stages, loss = cut(model, num_stages), TokenLoss(mesh["tp"])
         options = {"count": torch.numel, "group": mesh["pp"]}
         self.pipeline = DistributedPipeline(stages, loss, m, schedule, **options)
-        self.mesh, self.params, groups = mesh, {}, []
-        kept = {*self.pipeline.stages.parameters()}
-        for name, param in model.named_parameters():
-            group = mesh[copied_along(name, param)]  # for which all ranks ask
-            if param in kept:
-                self.params[name] = param
-                groups.append({"params": [param], "group": group})
+        self.mesh, kept = mesh, {*self.pipeline.stages.parameters()}
+        named = [*model.named_parameters()]
+        copies = {mesh[copied_along(*pair)]: [] for pair in named}  # all ranks ask
+        self.params = {name: param for name, param in named if param in kept}
+        for name, param in self.params.items():
+            copies[mesh[copied_along(name, param)]].append(param)
+        groups = [{"params": own, "group": group} for group, own in copies.items()]
         self.optimizer = ShardedOptimizer(groups, make)
         self.optimizer.zero_grad()  # what a pass before this one has left
 

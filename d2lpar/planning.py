@@ -125,7 +125,7 @@ def sent(net, plan, n):
         calls *= m * (blocks + (0.5 / pp if axis == "tp" else 0))  # embedding and head
         found[axis] = calls * messages, calls * nbytes
     per_param = [8, 4 + plan.item, 4 * m + plan.item, (4 + 2 * plan.item) * m]
-    num_calls = [2, 24 * blocks, 12 * (m + 1) * blocks, 3 * m * blocks]  # of 12 tensors
+    num_calls = [2, 2, 12 * m * blocks + 1, 3 * m * blocks]  # zero=2: of 12 tensors
     rest = sum((1 - 1 / k) * number for number, k in params)
     found["dp"] = num_calls[plan.zero] * (plan.dp * cp - 1), per_param[plan.zero] * rest
     return {axis: found[axis] for axis in axes(plan)}

@@ -5,15 +5,14 @@
 Sources: Rajbhandari et al., "ZeRO" (SC 2020), Zhao et al., "PyTorch FSDP" (VLDB 2023).
 """
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F
 
 from . import ranks
-from .ddp import share
+from .ddp import fill_buckets, share
 from .losses import wide
 from .mixed_precision import cast_floats
 
@@ -28,10 +27,35 @@ def rows_of(tensor, group):
 def padded(tensor, k):
     """Return a (k, n) matrix of k ranks' rows, the last ones filled up with zeros."""
     rows = torch.atleast_1d(tensor)
-    missing = -len(rows) % k
-    if missing:
+    if missing := -len(rows) % k:
         rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
     return rows.reshape(k, -1)
+
+
+def mark(shard, whole, group):
+    """Note on a shard of what it has rows, and of which group of ranks."""
+    shard.whole_shape, shard.group = whole.shape, group
+    shard.line_size = padded(whole.detach(), group.size).shape[1]
+
+
+def mean_rows(grads, shards):
+    """Average gradients by one message; return the shards' rows of the means."""
+    group, sizes = shards[0].group, [shard.line_size for shard in shards]
+    lines = torch.cat([padded(grad, group.size) for grad in grads], dim=1)
+    parts = ranks.reduce_scatter(lines, "mean", group).flatten().split(sizes)
+    rows = [x[: s.numel()].view_as(s) for x, s in zip(parts, shards)]
+    return [x.to(s.dtype, copy=True) for x, s in zip(rows, shards)]  # views keep all
+
+
+def gathered(shards, dtype=None):
+    """Gather all ranks' shards by one message; return the whole tensors in turn."""
+    group, sizes = shards[0].group, [shard.line_size for shard in shards]
+    own = []
+    for shard, size in zip(shards, sizes):
+        own += [shard.flatten(), shard.new_zeros(size - shard.numel())]
+    lines = ranks.all_gather(torch.cat(own).to(dtype=dtype), group).view(group.size, -1)
+    pairs = zip(lines.split(sizes, dim=1), [shard.whole_shape for shard in shards])
+    return (x.reshape(-1)[: shape.numel()].view(shape) for x, shape in pairs)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -44,6 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_class, *, group=None, **defaults):
         self.group, self.shards = ranks.group_of(group), {}  # by parameter
+        self.buckets = []  # lists of parameters whose rows travel together
         self.inner = optimizer_class(params, **defaults)
         super().__init__(self.inner.param_groups, self.inner.defaults)
 
@@ -56,25 +81,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         share(new, group)
         for param in new:
             shard = torch.nn.Parameter(rows_of(param, group), param.requires_grad)
-            shard.whole_shape, shard.group = param.shape, group
+            mark(shard, param, group)
             self.shards[param], shard.number = shard, len(self.shards)
+        self.buckets += fill_buckets(new, 2**18)  # bytes
         super().add_param_group(settings | {"params": [self.shards[p] for p in params]})
 
-    def reduce(self, param):
-        """Give the shard its rows of the mean gradient, and free the gradient."""
-        shard, group = self.shards[param], self.shards[param].group
-        shard.data = rows_of(param, group)  # it may have new memory by now
-        with group.saying(f" for parameter {shard.number}"):
-            own = ranks.reduce_scatter(padded(param.grad, group.size), "mean", group)
-        own = own.flatten()[: shard.numel()].view_as(shard)
-        shard.grad = own.clone() if shard.grad is None else shard.grad + own
-        param.grad = None
+    def reduce(self, *params):
+        """Give the shards their rows of the mean gradients, and free the gradients."""
+        shards = [self.shards[param] for param in params]
+        with shards[0].group.saying(f" for parameters {[s.number for s in shards]}"):
+            rows = mean_rows([param.grad for param in params], shards)
+        for param, shard, own in zip(params, shards, rows):
+            shard.data = rows_of(param, shard.group)  # it may have new memory by now
+            shard.grad = own if shard.grad is None else shard.grad + own
+            param.grad = None
 
     def take_gradients(self):
         """Reduce all gradients; ``step`` does it if you do not."""
-        for param in self.shards:
-            if param.grad is not None:
-                self.reduce(param)
+        for bucket in self.buckets:
+            if there := [param for param in bucket if param.grad is not None]:
+                self.reduce(*there)
 
     @torch.no_grad()
     def step(self):
@@ -82,9 +108,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.take_gradients()
         self.inner.param_groups, self.inner.state = self.param_groups, self.state
         self.inner.step()
-        for param, shard in self.shards.items():
-            if shard.grad is not None:
-                param.copy_(ranks.all_gather(shard, shard.group).view_as(param))
+        for bucket in self.buckets:
+            if stale := [p for p in bucket if self.shards[p].grad is not None]:
+                for p, whole in zip(stale, gathered([self.shards[p] for p in stale])):
+                    p.copy_(whole)
 
     def zero_grad(self):
         """Forget the gradients of parameters and shards."""
@@ -97,26 +124,19 @@ class Shards:
 
     def __init__(self, params, name, group, dtype):
         self.group, self.name = group, f" for {name}, sharded in call {group.calls}"
-        self.wholes, self.kept, self.syncs, self.sizes = None, {}, True, {}
         share(params, group)
         for param in params:
-            self.sizes[param] = padded(param.data, group.size).shape[1]
-            param.whole_shape, param.group = param.shape, group
+            mark(param, param, group)
             param.data, param.grad = rows_of(param, group).clone(), None
-        self.params, self.param_dtype = params, dtype
+        self.params, self.wholes, self.param_dtype = params, None, dtype
         self.dtype = dtype or params[0].dtype
 
     @torch.no_grad()
     def gather(self):
         """Make the parameters whole, unless they are."""
-        if self.wholes is not None:
-            return
-        own = [F.pad(p.flatten(), (0, n - p.numel())) for p, n in self.sizes.items()]
-        with self.group.saying(self.name):
-            lines = ranks.all_gather(torch.cat(own).to(self.dtype), self.group)
-        parts = lines.view(self.group.size, -1).split([*self.sizes.values()], dim=1)
-        pairs = zip(parts, [param.whole_shape for param in self.params])
-        self.wholes = [x.reshape(-1)[: s.numel()].view(s) for x, s in pairs]
+        if self.wholes is None:
+            with self.group.saying(self.name):
+                self.wholes = [*gathered(self.params, self.dtype)]
 
     def at(self, i, *address):
         """Return what lies at an address in parameter i."""
@@ -124,25 +144,14 @@ class Shards:
         return self.wholes[i].as_strided(*address)
 
     def reduce(self, grads):
-        """Return this rank's rows of the mean gradients; without sync, keep all."""
+        """Return this rank's rows of the mean gradients."""
         self.wholes = None
-        for param, grad in zip(self.params, grads):
-            if grad is not None:
-                grad, kept = grad.to(wide(self.dtype)), self.kept.get(param)
-                self.kept[param] = grad if kept is None else kept + grad
-        rows = self.mean_rows() if self.syncs and self.kept else {}
-        return [rows.get(param) for param in self.params]
-
-    def mean_rows(self):
-        """Return this rank's rows of the mean of what is kept, by parameter."""
-        numbers = [i for i, param in enumerate(self.params) if param in self.kept]
-        used = [self.params[i] for i in numbers]
-        lines = [padded(self.kept.pop(param), self.group.size) for param in used]
-        with self.group.saying(f"{self.name}, gradients {numbers}"):
-            own = ranks.reduce_scatter(torch.cat(lines, dim=1), "mean", self.group)
-        own = own.flatten().to(used[0].dtype, copy=True)  # a view would keep all memory
-        rows = own.split([self.sizes[param] for param in used])
-        return {p: row[: p.numel()].view_as(p) for p, row in zip(used, rows)}
+        there = [i for i, grad in enumerate(grads) if grad is not None]
+        shards = [self.params[i] for i in there]
+        wide_grads = [grads[i].to(wide(self.dtype)) for i in there]
+        with self.group.saying(f"{self.name}, gradients {there}"):
+            rows = dict(zip(there, mean_rows(wide_grads, shards)))
+        return [rows.get(i) for i in range(len(grads))]
 
 
 class Gathered(torch.autograd.Function):
@@ -252,20 +261,6 @@ def fully_shard(module, *, group=None, reshard_after_forward=True, param_dtype=N
         shards = Shards(params, type(module).__name__, group, param_dtype)
         module._unit = Unit(module, places, shards, reshard_after_forward is not False)
     return module
-
-
-@contextmanager
-def no_sync(module):
-    """Let each rank add up whole gradients alone, in backward passes made inside."""
-    units = [part._unit for part in module.modules() if hasattr(part, "_unit")]
-    units = [unit for unit in units if unit.shards.syncs]  # in no such context yet
-    for unit in units:
-        unit.shards.syncs = False
-    try:
-        yield
-    finally:
-        for unit in units:
-            unit.shards.syncs = True
 
 
 @torch.no_grad()

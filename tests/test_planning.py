@@ -183,8 +183,8 @@ SMALL = Transformer(4, 8, 4, 16, 96, q=8, kv=2, expert=32, num_experts=4, top_k=
         ("pp", 8, 2048, Plan(pp=4, tp=2, m=4)),
         ("tp", 108, 13824, Plan(tp=4, pp=2, m=2)),  # half of the blocks and ends
         ("dp", 6, 6912, Plan(dp=2, cp=2)),
-        ("dp", 288, 6912, Plan(dp=4, zero=1)),
-        ("dp", 432, 10368, Plan(dp=4, zero=2, m=2)),
+        ("dp", 6, 6912, Plan(dp=4, zero=1)),
+        ("dp", 291, 10368, Plan(dp=4, zero=2, m=2)),
         ("dp", 72, 20736, Plan(dp=4, zero=3, m=2)),
     ],
 )

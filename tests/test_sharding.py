@@ -1,7 +1,6 @@
 """Sharding: the training of DDP and of torch's fully_shard, in the memory of a part."""
 
 import weakref
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -23,7 +22,6 @@ from d2lpar import (
     fully_shard,
     launch,
     load_full_state_dict,
-    no_sync,
     peak_memory,
     ranks,
 )
@@ -200,18 +198,18 @@ def test_peaks_and_bytes_are_those_of_the_formulas(rank, k):
     whole = (DEPTH * layer + last) * 4 * (k - 1) / k  # gathered, or reduced, once
     count = DEPTH * layer + CLASSES * (WIDTH + 1)
     unit, first = 4 * layer / count, 4 * (k - 1) / k * layer
+    bucket = -(-(2**18) // (4 * layer)) * unit
     for stage, expected, sent in [
-        (1, 8 + 8 / k + unit / k, 2 * whole),
-        (2, 4 + 12 / k + unit, 2 * whole),
+        (1, 8 + 8 / k + bucket * (1 + 1 / k), 2 * whole),
+        (2, 4 + 12 / k + bucket * (1 + 1 / k), 2 * whole),  # when rows are gathered
         (3, 16 / k + 2 * unit, 3 * whole - first),  # nobody wants the input's gradient
         (4, 4 + 12 / k + 1.5 * unit, 2 * whole),  # parameters stay whole
     ]:
         peak, found, model = measured(stage, rank, k)
         assert abs(peak / count - expected) < 0.4, (stage, peak / count, expected)
-        # an uneven all-gather of rows, as in ZeRO-1, needs no padding
-        assert found == sent if stage >= 3 else abs(found - sent) < 8 * k * (WIDTH + 1)
-    kept = {p.grad.untyped_storage() for p in model.parameters()}
-    assert sum(storage.nbytes() for storage in kept) == 4 * (DEPTH * layer + last) / k
+        assert found == sent, stage
+    grads = [param.grad for param in model.parameters()]
+    assert all(grad.untyped_storage().nbytes() == grad.nbytes for grad in grads)
 
 
 recompute = partial(checkpoint, use_reentrant=False)
@@ -329,29 +327,10 @@ def a_gradient_that_only_some_ranks_have_is_named(rank, k):
     optimizer = ShardedOptimizer(parts.parameters(), SGD, lr=1.0)
     parts[rank](torch.ones(1, 2)).sum().backward()
     kind, text, *_ = attempt(optimizer.step)
-    assert kind == "MismatchError" and "for parameter 2" in text
+    assert kind == "MismatchError" and "for parameters [2, 3]" in text
 
 
 as_it_is = nn.Identity()
-
-
-def without_sync_gradients_wait_for_the_next_pass(rank, k):
-    batches, found = randn(4, 3, 6, dtype=torch.float32), []
-    for waits in True, False:
-        model = layers(fully_shard)
-        model[0].weight.requires_grad_(False)
-        params = [param for param in model.parameters() if param.requires_grad]
-        with count_bytes() as ledger, no_sync(model) if waits else nullcontext():
-            with no_sync(model):
-                loss = model(batches[rank]).square().sum()
-            loss.backward(retain_graph=True)
-            loss.backward()
-        assert all((param.grad is None) == waits for param in params)
-        model(batches[2 + rank]).square().sum().backward()
-        found.append([clones(param.grad for param in params), ledger.sent(rank)])
-    close(found[0][0], found[1][0], rtol=1e-6, atol=1e-6)
-    sizes = [8, 2 * 7 + 2]  # of 7 and 1 rows, padded; one half of each is sent
-    assert found[1][1] - found[0][1] == 2 * 4 * sum(sizes) / 2
 
 
 def gradients_are_clipped_by_the_norm_of_all(rank, k):
@@ -440,7 +419,6 @@ test_on_two = on_ranks(
         an_optimiser_from_before_trains_the_rows,
         a_parameter_has_one_unit_and_a_unit_one_dtype,
         a_gradient_that_only_some_ranks_have_is_named,
-        without_sync_gradients_wait_for_the_next_pass,
         gradients_are_clipped_by_the_norm_of_all,
         a_second_derivative_is_refused,
         what_backward_needs_is_watched_and_freed,
