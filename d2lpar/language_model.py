@@ -22,21 +22,21 @@ def gpt_mesh(pp=1, dp=1, ep=1, cp=1, tp=1):
 
 
 def cut_gpt(model, mesh, sequence=False):
-    """Leave of each layer of a GPT, in place, what this rank keeps and computes."""
-    blocks = [x for x in model.modules() if isinstance(x, MixtureOfExperts)]
+    """Cut each layer of a GPT, in place, to what this rank keeps and computes."""
+    mixtures = [x for x in model.modules() if isinstance(x, MixtureOfExperts)]
     unknown = {*map(type, model.modules())} - {*GPT_LAYERS, MixtureOfExperts, Experts}
-    names = dict(model.named_parameters(remove_duplicate=False))
+    params = [p for _, p in model.named_parameters(remove_duplicate=False)]
     refused = [kind.__name__ for kind in unknown]
-    refused += ["tied weights"] if len({*names.values()}) < len(names) else []
-    refused += ["experts with sequence parallelism"] if sequence and blocks else []
+    refused += ["tied weights"] if len({*params}) < len(params) else []
+    refused += ["experts with sequence parallelism"] if sequence and mixtures else []
     if refused:
         raise ValueError(f"not combined with a mesh here: {', '.join(refused)}")
     if mesh.sizes["tp"] > 1:
         cut_layers(model, mesh["tp"], sequence)
     if mesh.sizes["cp"] > 1:
         cut_sequence(model, mesh["cp"])
-    for block in blocks:
-        block.experts = ParallelExperts(block.experts, mesh["ep"])
+    for mixture in mixtures:
+        mixture.experts = ParallelExperts(mixture.experts, mesh["ep"])
 
 
 def copied_along(name, param):
@@ -70,15 +70,15 @@ class MeshTrainer:
         stages, loss = cut(model, num_stages), TokenLoss(mesh["tp"])
         options = {"count": torch.numel, "group": mesh["pp"]}
         self.pipeline = DistributedPipeline(stages, loss, m, schedule, **options)
-        self.mesh, kept = mesh, {*self.pipeline.stages.parameters()}
-        named = [*model.named_parameters()]
-        copies = {mesh[copied_along(*pair)]: [] for pair in named}  # all ranks ask
+        self.mesh, named = mesh, [*model.named_parameters()]
+        kept = {*self.pipeline.stages.parameters()}
         self.params = {name: param for name, param in named if param in kept}
+        copies = {mesh[copied_along(*pair)]: [] for pair in named}  # all ranks ask
         for name, param in self.params.items():
             copies[mesh[copied_along(name, param)]].append(param)
         groups = [{"params": own, "group": group} for group, own in copies.items()]
         self.optimizer = ShardedOptimizer(groups, make)
-        self.optimizer.zero_grad()  # what a pass before this one has left
+        self.optimizer.zero_grad()  # left from before
 
     def own(self, tokens):
         """Return this rank's tokens of its own sequences; all are (n, length)."""

@@ -43,16 +43,15 @@ class Mesh:
         own = tuple(self.grid[tuple(index)].flatten().tolist())
         if own not in self.groups:
             ranks.agree(f"a group along {axes}")
-            # other groups are made at the same time, by their own ranks
+            # called by its own ranks alone, as this option allows
             self.groups[own] = dist.new_group(own, use_local_synchronization=True)
         return self.groups[own]
 
     def sent(self, ledger):
         """Return {axes: bytes} that this rank sent to ranks that differ in ``axes``."""
-        me, sent = dist.get_rank(), Counter()
-        for (src, dst), nbytes in ledger.bytes.items():
-            if src == me:
-                there = self.place_of(dst)
-                differ = [a for a in self.sizes if there[a] != self.place[a]]
-                sent[" and ".join(differ)] += nbytes
+        sent = Counter()
+        for (_, dst), nbytes in ledger.bytes.items():  # of what this rank sends
+            there = self.place_of(dst)
+            differ = [a for a in self.sizes if there[a] != self.place[a]]
+            sent[" and ".join(differ)] += nbytes
         return dict(sent)

@@ -32,19 +32,25 @@ def padded(tensor, k):
     return rows.reshape(k, -1)
 
 
-def mark(shard, whole, group):
-    """Note on a shard of what it has rows, and of which group of ranks."""
-    shard.whole_shape, shard.group = whole.shape, group
+def mark(shard, whole, group, number):
+    """Note on a shard of what it has rows, on which ranks, and its number there."""
+    shard.whole_shape, shard.group, shard.number = whole.shape, group, number
     shard.line_size = padded(whole.detach(), group.size).shape[1]
 
 
-def mean_rows(grads, shards):
-    """Average gradients by one message; return the shards' rows of the means."""
-    group, sizes = shards[0].group, [shard.line_size for shard in shards]
-    lines = torch.cat([padded(grad, group.size) for grad in grads], dim=1)
-    parts = ranks.reduce_scatter(lines, "mean", group).flatten().split(sizes)
-    rows = [x[: s.numel()].view_as(s) for x, s in zip(parts, shards)]
-    return [x.to(s.dtype, copy=True) for x, s in zip(rows, shards)]  # views keep all
+def mean_rows(grads, shards, name, dtype=None):
+    """Average gradients, or None, by one message; return {shard: rows of the mean}."""
+    there = {shard: grad for shard, grad in zip(shards, grads) if grad is not None}
+    if not there:
+        return {}
+    group, missing = shards[0].group, [s.number for s in shards if s not in there]
+    name += f", gradients {shards[0].number} to {shards[-1].number} without {missing}"
+    lines = torch.cat([padded(g, group.size) for g in there.values()], dim=1)
+    with group.saying(name):
+        own = ranks.reduce_scatter(lines.to(dtype=dtype), "mean", group).flatten()
+    parts = zip(own.split([shard.line_size for shard in there]), there)
+    rows = {shard: part[: shard.numel()].view_as(shard) for part, shard in parts}
+    return {s: x.to(s.dtype, copy=True) for s, x in rows.items()}  # views keep all
 
 
 def gathered(shards, dtype=None):
@@ -68,7 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_class, *, group=None, **defaults):
         self.group, self.shards = ranks.group_of(group), {}  # by parameter
-        self.buckets = []  # lists of parameters whose rows travel together
+        self.buckets, self.num_steps = [], 0  # the rows of a bucket travel together
         self.inner = optimizer_class(params, **defaults)
         super().__init__(self.inner.param_groups, self.inner.defaults)
 
@@ -77,30 +83,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         settings, params = dict(settings), settings["params"]  # the caller's dict stays
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         group = ranks.group_of(settings.pop("group", self.group))
-        new = [param for param in params if param not in self.shards]
+        new = [param for param in dict.fromkeys(params) if param not in self.shards]
         share(new, group)
         for param in new:
             shard = torch.nn.Parameter(rows_of(param, group), param.requires_grad)
-            mark(shard, param, group)
-            self.shards[param], shard.number = shard, len(self.shards)
+            mark(shard, param, group, len(self.shards))
+            self.shards[param] = shard
         self.buckets += fill_buckets(new, 2**18)  # bytes
         super().add_param_group(settings | {"params": [self.shards[p] for p in params]})
 
     def reduce(self, *params):
         """Give the shards their rows of the mean gradients, and free the gradients."""
         shards = [self.shards[param] for param in params]
-        with shards[0].group.saying(f" for parameters {[s.number for s in shards]}"):
-            rows = mean_rows([param.grad for param in params], shards)
-        for param, shard, own in zip(params, shards, rows):
-            shard.data = rows_of(param, shard.group)  # it may have new memory by now
-            shard.grad = own if shard.grad is None else shard.grad + own
-            param.grad = None
+        rows = mean_rows([p.grad for p in params], shards, f" in step {self.num_steps}")
+        for param, shard in zip(params, shards):
+            if shard in rows:
+                own, param.grad = rows[shard], None
+                shard.grad = own if shard.grad is None else shard.grad + own
+                shard.data = rows_of(param, shard.group)  # it may have new memory
 
     def take_gradients(self):
         """Reduce all gradients; ``step`` does it if you do not."""
         for bucket in self.buckets:
-            if there := [param for param in bucket if param.grad is not None]:
-                self.reduce(*there)
+            self.reduce(*bucket)
 
     @torch.no_grad()
     def step(self):
@@ -108,6 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.take_gradients()
         self.inner.param_groups, self.inner.state = self.param_groups, self.state
         self.inner.step()
+        self.num_steps += 1
         for bucket in self.buckets:
             if stale := [p for p in bucket if self.shards[p].grad is not None]:
                 for p, whole in zip(stale, gathered([self.shards[p] for p in stale])):
@@ -125,8 +131,8 @@ class Shards:
     def __init__(self, params, name, group, dtype):
         self.group, self.name = group, f" for {name}, sharded in call {group.calls}"
         share(params, group)
-        for param in params:
-            mark(param, param, group)
+        for i, param in enumerate(params):
+            mark(param, param, group, i)
             param.data, param.grad = rows_of(param, group).clone(), None
         self.params, self.wholes, self.param_dtype = params, None, dtype
         self.dtype = dtype or params[0].dtype
@@ -146,12 +152,8 @@ class Shards:
     def reduce(self, grads):
         """Return this rank's rows of the mean gradients."""
         self.wholes = None
-        there = [i for i, grad in enumerate(grads) if grad is not None]
-        shards = [self.params[i] for i in there]
-        wide_grads = [grads[i].to(wide(self.dtype)) for i in there]
-        with self.group.saying(f"{self.name}, gradients {there}"):
-            rows = dict(zip(there, mean_rows(wide_grads, shards)))
-        return [rows.get(i) for i in range(len(grads))]
+        rows = mean_rows(grads, self.params, self.name, wide(self.dtype))
+        return [rows.get(param) for param in self.params]
 
 
 class Gathered(torch.autograd.Function):
@@ -267,10 +269,13 @@ def fully_shard(module, *, group=None, reshard_after_forward=True, param_dtype=N
 def clip_grad_norm_(shards, max_norm, group=None):
     """Scale all ranks' gradients to a norm of at most max_norm; return their norm."""
     shards = list(shards)
-    if not all(hasattr(shard, "group") for shard in shards):
+    groups = {getattr(shard, "group", None) for shard in shards}
+    if None in groups:
         raise ValueError("no shards: take those in the optimiser's param_groups")
+    if group is None and len(groups) > 1:
+        raise ValueError("the shards have several groups: pass that of all ranks")
     grads = [shard.grad for shard in shards if shard.grad is not None]
-    total = torch.nn.utils.get_total_norm(grads).double().square()
+    total = torch.nn.utils.get_total_norm(grads).to(shards[0].device).double().square()
     ranks.allreduce(total, group=group or shards[0].group)
     torch.nn.utils.clip_grads_with_norm_(shards, max_norm, total.sqrt())
     return total.sqrt()
@@ -297,7 +302,7 @@ def with_each(function, state, module, optimizer):
     model = {name: function(x, own.get(name)) for name, x in state["model"].items()}
     for i, of_one in state["optimizer"]["state"].items():
         values[i] = {name: function(x, params[i]) for name, x in of_one.items()}
-        values[i].update({n: x for n, x in of_one.items() if n == "step"})  # is no row
+        values[i].update({n: of_one[n] for n in {"step", "mu_product"} & of_one.keys()})
     return {"model": model, "optimizer": {**state["optimizer"], "state": values}}
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import LIMIT, attempt, clones, close, everyones, in_ranks, on_ranks, randn
 from torch import nn
 from torch.distributed import fsdp, init_device_mesh
@@ -319,7 +320,7 @@ def a_gradient_that_only_some_ranks_have_is_named(rank, k):
     model = fully_shard(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
     model.forward = lambda X: model[rank](X)
     kind, text, *_ = attempt(model(torch.ones(1, 2)).sum().backward)
-    assert kind == "MismatchError" and "gradients [0, 1]" in text
+    assert kind == "MismatchError" and "gradients 0 to 3 without [2, 3]" in text
     parts = [fully_shard(nn.Linear(2, 2)) for _ in range(2)]
     kind, text, *_ = attempt(parts[rank], torch.ones(1, 2))
     assert kind == "MismatchError" and "for Linear, sharded in call" in text
@@ -327,7 +328,50 @@ def a_gradient_that_only_some_ranks_have_is_named(rank, k):
     optimizer = ShardedOptimizer(parts.parameters(), SGD, lr=1.0)
     parts[rank](torch.ones(1, 2)).sum().backward()
     kind, text, *_ = attempt(optimizer.step)
-    assert kind == "MismatchError" and "for parameters [2, 3]" in text
+    assert kind == "MismatchError" and "gradients 0 to 3 without [2, 3]" in text
+
+
+def a_step_without_gradients_on_one_rank_is_noticed(rank, k):
+    layer = nn.Linear(2, 2)
+    optimizer = ShardedOptimizer(layer.parameters(), SGD, lr=1.0)
+    if rank == 0:
+        layer(torch.ones(1, 2)).sum().backward()
+        assert attempt(optimizer.step)[0] == "MismatchError"
+    else:
+        optimizer.step()
+        layer(torch.ones(1, 2)).sum().backward()
+        kind, text, *_ = attempt(optimizer.step)
+        assert kind == "MismatchError" and "in step 0" in text and "in step 1" in text
+
+
+class WithoutGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, X, weight):
+        return X @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def a_gradient_that_no_rank_has_stays_none(rank, k):
+    layer, X = nn.Linear(2, 2, bias=False), torch.ones(1, 2, requires_grad=True)
+    layer.forward = lambda X: WithoutGradients.apply(X, layer.weight)
+    fully_shard(layer)(X).sum().backward()
+    assert layer.weight.grad is None and X.grad is not None
+
+
+def only_what_is_trained_is_sent(rank, k):
+    layer = nn.Linear(4, 4)
+    layer.weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = ShardedOptimizer([*layer.parameters(), layer.bias], SGD, lr=1.0)
+    before = layer.bias.detach().clone()
+    layer(torch.ones(1, 4)).sum().backward()
+    with count_bytes() as ledger:
+        optimizer.step()
+    assert ledger.sent(rank) == 2 * 8  # of the bias' gradient and numbers, a half
+    assert torch.equal(layer.bias, before - 1 - 1)  # as torch's, given it twice
 
 
 as_it_is = nn.Identity()
@@ -351,6 +395,10 @@ def gradients_are_clipped_by_the_norm_of_all(rank, k):
         found = [norm, *[shard.grad for shard in shards]]
         close(found, [expected, *rows], rtol=1e-5, atol=1e-9)
     assert "no shards" in attempt(clip_grad_norm_, plain.parameters(), 1.0)[1]
+    alone = [dist.new_group([each]) for each in range(k)][rank]
+    groups = [{"params": [plain[0].bias]}, {"params": [plain[2].bias], "group": alone}]
+    shards = ShardedOptimizer(groups, SGD, lr=0.1).shards.values()
+    assert "several groups" in attempt(clip_grad_norm_, shards, 1.0)[1]
 
 
 def a_second_derivative_is_refused(rank, k):
@@ -419,6 +467,9 @@ test_on_two = on_ranks(
         an_optimiser_from_before_trains_the_rows,
         a_parameter_has_one_unit_and_a_unit_one_dtype,
         a_gradient_that_only_some_ranks_have_is_named,
+        a_step_without_gradients_on_one_rank_is_noticed,
+        a_gradient_that_no_rank_has_stays_none,
+        only_what_is_trained_is_sent,
         gradients_are_clipped_by_the_norm_of_all,
         a_second_derivative_is_refused,
         what_backward_needs_is_watched_and_freed,
