@@ -43,8 +43,10 @@ class Mesh:
         own = tuple(self.grid[tuple(index)].flatten().tolist())
         if own not in self.groups:
             ranks.agree(f"a group along {axes}")
-            # called by its own ranks alone, as this option allows
-            self.groups[own] = dist.new_group(own, use_local_synchronization=True)
+            numbers = [i for i, axis in enumerate(self.sizes) if axis in axes]
+            last = self.grid.movedim(numbers, [*range(-len(numbers), 0)])
+            all_groups = last.reshape(-1, len(own)).tolist()
+            self.groups[own], _ = dist.new_subgroups_by_enumeration(all_groups)
         return self.groups[own]
 
     def sent(self, ledger):

@@ -33,13 +33,14 @@ def padded(tensor, k):
 
 
 def mark(shard, whole, group, number):
-    """Note on a shard of what it has rows, on which ranks, and its number there."""
+    """Note on a shard of what it has rows, on which ranks, with which number."""
     shard.whole_shape, shard.group, shard.number = whole.shape, group, number
-    shard.line_size = padded(whole.detach(), group.size).shape[1]
+    shard.line_size = padded(whole.detach().to("meta"), group.size).shape[1]
+    return shard
 
 
 def mean_rows(grads, shards, name, dtype=None):
-    """Average gradients, or None, by one message; return {shard: rows of the mean}."""
+    """Average gradients that are not None by one message; return {shard: its rows}."""
     there = {shard: grad for shard, grad in zip(shards, grads) if grad is not None}
     if not there:
         return {}
@@ -48,9 +49,8 @@ def mean_rows(grads, shards, name, dtype=None):
     lines = torch.cat([padded(g, group.size) for g in there.values()], dim=1)
     with group.saying(name):
         own = ranks.reduce_scatter(lines.to(dtype=dtype), "mean", group).flatten()
-    parts = zip(own.split([shard.line_size for shard in there]), there)
-    rows = {shard: part[: shard.numel()].view_as(shard) for part, shard in parts}
-    return {s: x.to(s.dtype, copy=True) for s, x in rows.items()}  # views keep all
+    rows = zip(there, own.split([s.line_size for s in there]))  # views keep all memory
+    return {s: x[: s.numel()].view_as(s).to(s.dtype, copy=True) for s, x in rows}
 
 
 def gathered(shards, dtype=None):
@@ -85,22 +85,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group = ranks.group_of(settings.pop("group", self.group))
         new = [param for param in dict.fromkeys(params) if param not in self.shards]
         share(new, group)
-        for param in new:
+        for call, param in enumerate(new, group.calls - len(new)):  # that shared it
             shard = torch.nn.Parameter(rows_of(param, group), param.requires_grad)
-            mark(shard, param, group, len(self.shards))
-            self.shards[param] = shard
+            self.shards[param] = mark(shard, param, group, call)
         self.buckets += fill_buckets(new, 2**18)  # bytes
         super().add_param_group(settings | {"params": [self.shards[p] for p in params]})
 
     def reduce(self, *params):
         """Give the shards their rows of the mean gradients, and free the gradients."""
         shards = [self.shards[param] for param in params]
+        for param, shard in zip(params, shards):
+            shard.data = rows_of(param, shard.group)  # it may have new memory
         rows = mean_rows([p.grad for p in params], shards, f" in step {self.num_steps}")
         for param, shard in zip(params, shards):
             if shard in rows:
                 own, param.grad = rows[shard], None
                 shard.grad = own if shard.grad is None else shard.grad + own
-                shard.data = rows_of(param, shard.group)  # it may have new memory
 
     def take_gradients(self):
         """Reduce all gradients; ``step`` does it if you do not."""
@@ -271,7 +271,7 @@ def clip_grad_norm_(shards, max_norm, group=None):
     shards = list(shards)
     groups = {getattr(shard, "group", None) for shard in shards}
     if None in groups:
-        raise ValueError("no shards: take those in the optimiser's param_groups")
+        raise ValueError("no shards: call take_gradients, then take param_groups")
     if group is None and len(groups) > 1:
         raise ValueError("the shards have several groups: pass that of all ranks")
     grads = [shard.grad for shard in shards if shard.grad is not None]

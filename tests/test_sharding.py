@@ -10,7 +10,7 @@ from helpers import LIMIT, attempt, clones, close, everyones, in_ranks, on_ranks
 from torch import nn
 from torch.distributed import fsdp, init_device_mesh
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, NAdam
 from torch.utils.checkpoint import checkpoint
 
 from d2lpar import (
@@ -160,8 +160,10 @@ def test_bits_of_a_compute_dtype_are_torchs(rank, k):
             y = model(randn(4, 6, seed=2 * seed + rank, dtype=torch.float32))
             y.float().square().mean().backward()
             optimizer.step()
-        found.append(y.detach())
-    assert found[0].dtype == found[1].dtype and torch.equal(*found)
+        rows = [getattr(p, "_local_tensor", p).detach() for p in model.parameters()]
+        found.append([y.detach(), *rows])
+    assert found[0][0].dtype == found[1][0].dtype
+    assert all(map(torch.equal, *found))
 
 
 WIDTH, DEPTH, CLASSES = 128, 6, 10
@@ -328,7 +330,12 @@ def a_gradient_that_only_some_ranks_have_is_named(rank, k):
     optimizer = ShardedOptimizer(parts.parameters(), SGD, lr=1.0)
     parts[rank](torch.ones(1, 2)).sum().backward()
     kind, text, *_ = attempt(optimizer.step)
-    assert kind == "MismatchError" and "gradients 0 to 3 without [2, 3]" in text
+    assert kind == "MismatchError" and text.count(" without [") == 2
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    optimizers = [ShardedOptimizer(x.parameters(), SGD, lr=1.0) for x in layers]
+    for layer in layers:
+        layer(torch.ones(1, 2)).sum().backward()
+    assert attempt(optimizers[rank].step)[0] == "MismatchError"
 
 
 def a_step_without_gradients_on_one_rank_is_noticed(rank, k):
@@ -361,6 +368,17 @@ def a_gradient_that_no_rank_has_stays_none(rank, k):
     assert layer.weight.grad is None and X.grad is not None
 
 
+def rows_have_the_dtype_that_the_model_has_by_now(rank, k):
+    models = [layers(as_it_is) for _ in range(2)]
+    for model, make in zip(
+        models, (AdamW, partial(ShardedOptimizer, optimizer_class=AdamW))
+    ):
+        optimizer = make(params=model.parameters(), lr=0.1)
+        model.double()(randn(3, 6)).square().mean().backward()
+        optimizer.step()
+    close(*[[*model.parameters()] for model in models])
+
+
 def only_what_is_trained_is_sent(rank, k):
     layer = nn.Linear(4, 4)
     layer.weight.requires_grad_(False)
@@ -372,6 +390,12 @@ def only_what_is_trained_is_sent(rank, k):
         optimizer.step()
     assert ledger.sent(rank) == 2 * 8  # of the bias' gradient and numbers, a half
     assert torch.equal(layer.bias, before - 1 - 1)  # as torch's, given it twice
+    layer = nn.Linear(4, 4)
+    layer.weight.requires_grad_(False)
+    fully_shard(layer)
+    with count_bytes() as ledger:
+        layer(torch.ones(1, 4)).sum().backward()
+    assert ledger.sent(rank) == 40 + 8  # both are gathered, and one is reduced
 
 
 as_it_is = nn.Identity()
@@ -469,6 +493,7 @@ test_on_two = on_ranks(
         a_gradient_that_only_some_ranks_have_is_named,
         a_step_without_gradients_on_one_rank_is_noticed,
         a_gradient_that_no_rank_has_stays_none,
+        rows_have_the_dtype_that_the_model_has_by_now,
         only_what_is_trained_is_sent,
         gradients_are_clipped_by_the_norm_of_all,
         a_second_derivative_is_refused,
@@ -481,13 +506,13 @@ test_on_two = on_ranks(
 
 def tensors_of(state):
     of_params = [values for _, values in sorted(state["optimizer"]["state"].items())]
-    values = [value for of_one in of_params for value in of_one.values()]
+    values = [x.double() for of_one in of_params for x in of_one.values()]
     return [*state["model"].values(), *values]
 
 
 def save_load_and_train(rank, k, way, state, steps):
     """Load what others have saved, make some steps, and save."""
-    model, optimizer = way(Model(), partial(AdamW, lr=0.01))
+    model, optimizer = way(Model(), partial(NAdam, lr=0.01))
     if state:
         load_full_state_dict(model, optimizer, state)
         kept = [x for of_one in optimizer.state.values() for x in of_one.values()]
@@ -514,7 +539,7 @@ def test_a_state_is_loaded_by_any_number_of_ranks_or_one(way):
         assert again["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
     expected = run(2, way, state, 1)[0]["model"]
     model = Model()
-    optimizer = AdamW(groups_of(model), lr=0.01)
+    optimizer = NAdam(groups_of(model), lr=0.01)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     F.cross_entropy(model(TOKENS), TOKENS).backward()
