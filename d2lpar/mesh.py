@@ -44,8 +44,8 @@ class Mesh:
         if own not in self.groups:
             ranks.agree(f"a group along {axes}")
             numbers = [i for i, axis in enumerate(self.sizes) if axis in axes]
-            last = self.grid.movedim(numbers, [*range(-len(numbers), 0)])
-            all_groups = last.reshape(-1, len(own)).tolist()
+            axes_last = self.grid.movedim(numbers, [*range(-len(numbers), 0)])
+            all_groups = axes_last.reshape(-1, len(own)).tolist()  # one per row
             self.groups[own], _ = dist.new_subgroups_by_enumeration(all_groups)
         return self.groups[own]
 

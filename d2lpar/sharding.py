@@ -33,13 +33,15 @@ def padded(tensor, k):
 
 
 def mark(shard, whole, group, number):
-    """Note on a shard of what it has rows, on which ranks, with which number."""
+    """Note on a shard whose rows it has, on which ranks, and a number; return it."""
+    if hasattr(whole, "group"):
+        raise ValueError("fully_shard has left only rows of a parameter to this rank")
     shard.whole_shape, shard.group, shard.number = whole.shape, group, number
     shard.line_size = padded(whole.detach().to("meta"), group.size).shape[1]
     return shard
 
 
-def mean_rows(grads, shards, name, dtype=None):
+def mean_rows(grads, shards, name):
     """Average gradients that are not None by one message; return {shard: its rows}."""
     there = {shard: grad for shard, grad in zip(shards, grads) if grad is not None}
     if not there:
@@ -48,20 +50,19 @@ def mean_rows(grads, shards, name, dtype=None):
     name += f", gradients {shards[0].number} to {shards[-1].number} without {missing}"
     lines = torch.cat([padded(g, group.size) for g in there.values()], dim=1)
     with group.saying(name):
-        own = ranks.reduce_scatter(lines.to(dtype=dtype), "mean", group).flatten()
+        own = ranks.reduce_scatter(lines.to(wide(lines.dtype)), "mean", group).flatten()
     rows = zip(there, own.split([s.line_size for s in there]))  # views keep all memory
     return {s: x[: s.numel()].view_as(s).to(s.dtype, copy=True) for s, x in rows}
 
 
 def gathered(shards, dtype=None):
     """Gather all ranks' shards by one message; return the whole tensors in turn."""
-    group, sizes = shards[0].group, [shard.line_size for shard in shards]
-    own = []
-    for shard, size in zip(shards, sizes):
-        own += [shard.flatten(), shard.new_zeros(size - shard.numel())]
+    group, own = shards[0].group, []
+    for shard in shards:
+        own += [shard.flatten(), shard.new_zeros(shard.line_size - shard.numel())]
     lines = ranks.all_gather(torch.cat(own).to(dtype=dtype), group).view(group.size, -1)
-    pairs = zip(lines.split(sizes, dim=1), [shard.whole_shape for shard in shards])
-    return (x.reshape(-1)[: shape.numel()].view(shape) for x, shape in pairs)
+    both = zip(lines.split([s.line_size for s in shards], dim=1), shards)
+    return (x.reshape(-1)[: s.whole_shape.numel()].view(s.whole_shape) for x, s in both)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -84,10 +85,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         group = ranks.group_of(settings.pop("group", self.group))
         new = [param for param in dict.fromkeys(params) if param not in self.shards]
-        share(new, group)
-        for call, param in enumerate(new, group.calls - len(new)):  # that shared it
+        for number, param in enumerate(new, group.calls):  # of the call that shares it
             shard = torch.nn.Parameter(rows_of(param, group), param.requires_grad)
-            self.shards[param] = mark(shard, param, group, call)
+            self.shards[param] = mark(shard, param, group, number)
+        share(new, group)
         self.buckets += fill_buckets(new, 2**18)  # bytes
         super().add_param_group(settings | {"params": [self.shards[p] for p in params]})
 
@@ -135,14 +136,13 @@ class Shards:
             mark(param, param, group, i)
             param.data, param.grad = rows_of(param, group).clone(), None
         self.params, self.wholes, self.param_dtype = params, None, dtype
-        self.dtype = dtype or params[0].dtype
 
     @torch.no_grad()
     def gather(self):
         """Make the parameters whole, unless they are."""
         if self.wholes is None:
             with self.group.saying(self.name):
-                self.wholes = [*gathered(self.params, self.dtype)]
+                self.wholes = [*gathered(self.params, self.param_dtype)]
 
     def at(self, i, *address):
         """Return what lies at an address in parameter i."""
@@ -152,7 +152,7 @@ class Shards:
     def reduce(self, grads):
         """Return this rank's rows of the mean gradients."""
         self.wholes = None
-        rows = mean_rows(grads, self.params, self.name, wide(self.dtype))
+        rows = mean_rows(grads, self.params, self.name)
         return [rows.get(param) for param in self.params]
 
 

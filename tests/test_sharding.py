@@ -314,6 +314,8 @@ def a_parameter_has_one_unit_and_a_unit_one_dtype(rank, k):
     tied.weight = model.weight
     for part in model, tied:
         assert "is in a unit already" in attempt(fully_shard, part)[1]
+    make = partial(ShardedOptimizer, optimizer_class=SGD)
+    assert "has left only rows" in attempt(make, model.parameters())[1]
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
     assert "one dtype" in attempt(fully_shard, mixed)[1]
 
@@ -369,14 +371,14 @@ def a_gradient_that_no_rank_has_stays_none(rank, k):
 
 
 def rows_have_the_dtype_that_the_model_has_by_now(rank, k):
-    models = [layers(as_it_is) for _ in range(2)]
-    for model, make in zip(
-        models, (AdamW, partial(ShardedOptimizer, optimizer_class=AdamW))
-    ):
-        optimizer = make(params=model.parameters(), lr=0.1)
+    found, zero1 = [], partial(ShardedOptimizer, optimizer_class=AdamW)
+    for shard, make in (as_it_is, AdamW), (as_it_is, zero1), (fully_shard, AdamW):
+        model = layers(shard)
+        optimizer = make(model.parameters(), lr=0.1)
         model.double()(randn(3, 6)).square().mean().backward()
         optimizer.step()
-    close(*[[*model.parameters()] for model in models])
+        found.append(model(randn(3, 6)))
+    close(found[1:], found[:1] * 2)
 
 
 def only_what_is_trained_is_sent(rank, k):
