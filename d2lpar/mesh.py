@@ -23,9 +23,9 @@ class Mesh:
     def __init__(self, sizes):
         k, self.sizes = dist.get_world_size(), dict(sizes)
         ranks.agree(f"a mesh of {self.sizes}")
-        if (product := prod(sizes.values())) != k:
-            factors = " · ".join(f"{axis} {size}" for axis, size in sizes.items())
-            raise ValueError(f"{factors} = {product} ranks, but there are {k}")
+        if (size := prod(sizes.values())) != k:
+            factors = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
+            raise ValueError(f"{factors} = {size} ranks, but there are {k}")
         self.grid = torch.arange(k).view(*sizes.values())
         self.place = self.place_of(dist.get_rank())
         self.groups = {(*range(k),): dist.group.WORLD}  # by their ranks
