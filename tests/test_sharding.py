@@ -333,10 +333,9 @@ def a_gradient_that_only_some_ranks_have_is_named(rank, k):
     parts[rank](torch.ones(1, 2)).sum().backward()
     kind, text, *_ = attempt(optimizer.step)
     assert kind == "MismatchError" and text.count(" without [") == 2
-    layers = [nn.Linear(2, 2) for _ in range(2)]
-    optimizers = [ShardedOptimizer(x.parameters(), SGD, lr=1.0) for x in layers]
-    for layer in layers:
-        layer(torch.ones(1, 2)).sum().backward()
+    optimizers = [ShardedOptimizer(x.parameters(), SGD, lr=1.0) for x in parts]
+    for part in parts:
+        part(torch.ones(1, 2)).sum().backward()
     assert attempt(optimizers[rank].step)[0] == "MismatchError"
 
 
