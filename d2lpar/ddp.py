@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from . import ranks
-from .collectives import kind_of
 from .data_parallel import scatter
 
 
@@ -40,15 +39,9 @@ class NaiveDistributedDataParallel(nn.Module):
 
 
 def share(tensors, group):
-    """Copy the first rank's tensors to all others, in place: one message per dtype."""
-    tensors = [tensor.data for tensor in tensors]  # unseen by autograd
-    with group.saying(f" for {[*map(kind_of, tensors)]}"):
-        for alike in dict.fromkeys((t.dtype, t.device) for t in tensors):
-            own = [t for t in tensors if (t.dtype, t.device) == alike]
-            flat = torch.cat([t.flatten() for t in own])
-            ranks.broadcast(flat, group.ranks[0], group)
-            for t, part in zip(own, flat.split([t.numel() for t in own])):
-                t.copy_(part.view_as(t))
+    """Copy the tensors of the group's first rank, in place, to all others."""
+    for tensor in tensors:
+        ranks.broadcast(tensor.data, group.ranks[0], group)  # unseen by autograd
 
 
 def fill_buckets(params, cap_bytes):

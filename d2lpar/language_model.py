@@ -22,7 +22,7 @@ def gpt_mesh(pp=1, dp=1, ep=1, cp=1, tp=1):
 
 
 def cut_gpt(model, mesh, sequence=False):
-    """Cut each layer of a GPT, in place, to what this rank keeps and computes."""
+    """Cut each layer of a whole GPT, in place, to what this rank keeps and computes."""
     mixtures = [x for x in model.modules() if isinstance(x, MixtureOfExperts)]
     unknown = {*map(type, model.modules())} - {*GPT_LAYERS, MixtureOfExperts, Experts}
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
@@ -58,7 +58,7 @@ class TokenLoss(torch.nn.Module):
 
 
 class MeshTrainer:
-    """Trains a GPT on a mesh, from the first rank's weights, in m micro-batches.
+    """Trains a whole GPT on a mesh, from the first rank's weights, in m micro-batches.
 
     All ranks pass the same batches. ``make``, like Adam, must treat each number alone.
     """

@@ -85,9 +85,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         group = ranks.group_of(settings.pop("group", self.group))
         new = [param for param in dict.fromkeys(params) if param not in self.shards]
-        for i, param in enumerate(new):
+        for number, param in enumerate(new, group.calls):  # of the call that shares it
             shard = torch.nn.Parameter(rows_of(param, group), param.requires_grad)
-            self.shards[param] = mark(shard, param, group, (group.calls, i))
+            self.shards[param] = mark(shard, param, group, number)
         share(new, group)
         self.buckets += fill_buckets(new, 2**18)  # bytes
         super().add_param_group(settings | {"params": [self.shards[p] for p in params]})
