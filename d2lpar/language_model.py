@@ -110,7 +110,7 @@ class MeshTrainer:
 
 
 def whole_state(trainer):
-    """Return {name: tensor} of this rank's layers, as in the whole model."""
+    """Return {name: tensor} of own layers, as in the whole model. All ranks call it."""
     state, tp = {}, trainer.mesh["tp"]
     for name, param in trainer.params.items():
         rows, dim = param.detach(), getattr(param, "cut_dim", None)
