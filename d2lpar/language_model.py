@@ -78,7 +78,7 @@ class MeshTrainer:
             copies[mesh[copied_along(name, param)]].append(param)
         groups = [{"params": own, "group": group} for group, own in copies.items()]
         self.optimizer = ShardedOptimizer(groups, make)
-        self.optimizer.zero_grad()  # left from before
+        self.optimizer.zero_grad()  # of earlier backward passes
 
     def own(self, tokens):
         """Return this rank's tokens of its own sequences; all are (n, length)."""
