@@ -26,11 +26,12 @@ def cut_gpt(model, mesh, sequence=False):
     mixtures = [x for x in model.modules() if isinstance(x, MixtureOfExperts)]
     unknown = {*map(type, model.modules())} - {*GPT_LAYERS, MixtureOfExperts, Experts}
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
-    refused = [kind.__name__ for kind in unknown]
-    refused += ["tied weights"] if len({*params}) < len(params) else []
-    refused += ["experts with sequence parallelism"] if sequence and mixtures else []
+    refused = {kind.__name__ for kind in unknown}
+    refused |= {"a cut sequence" for x in model.modules() if "attend" in vars(x)}
+    refused |= {"tied weights"} if len({*params}) < len(params) else set()
+    refused |= {"experts with sequence parallelism" for _ in mixtures if sequence}
     if refused:
-        raise ValueError(f"not combined with a mesh here: {', '.join(refused)}")
+        raise ValueError(f"not combined with a mesh here: {', '.join(sorted(refused))}")
     if mesh.sizes["tp"] > 1:
         cut_layers(model, mesh["tp"], sequence)
     if mesh.sizes["cp"] > 1:
@@ -67,9 +68,8 @@ class MeshTrainer:
         share(model.parameters(), ranks.group_of(None))
         cut_gpt(model, mesh, sequence)
         num_stages = len(placement(schedule(mesh.sizes["pp"], m)))
-        stages, loss = cut(model, num_stages), TokenLoss(mesh["tp"])
-        options = {"count": torch.numel, "group": mesh["pp"]}
-        self.pipeline = DistributedPipeline(stages, loss, m, schedule, **options)
+        parts = cut(model, num_stages), TokenLoss(mesh["tp"]), m, schedule
+        self.pipeline = DistributedPipeline(*parts, torch.numel, mesh["pp"])
         self.mesh, named = mesh, [*model.named_parameters()]
         kept = {*self.pipeline.stages.parameters()}
         self.params = {name: param for name, param in named if param in kept}

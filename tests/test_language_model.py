@@ -182,6 +182,7 @@ def refused(rank, world_size):
     tied[-1].logits.weight = tied[0].tokens.weight
     experts, dropout = model({"ep": 2}), model({})
     dropout[1].mlp.append(torch.nn.Dropout())
+    MeshTrainer(was_cut := model({}), gpt_mesh(cp=2), SGD)
     trainer, [(X, y)] = MeshTrainer(model({}), gpt_mesh(dp=2), SGD), batches(1)
     return [
         attempt(call)[:2]
@@ -190,6 +191,7 @@ def refused(rank, world_size):
             lambda: MeshTrainer(tied, gpt_mesh(tp=2), SGD),
             lambda: MeshTrainer(dropout, gpt_mesh(tp=2), SGD),
             lambda: MeshTrainer(experts, gpt_mesh(tp=2), SGD, sequence=True),
+            lambda: MeshTrainer(was_cut, gpt_mesh(dp=2), SGD),
             lambda: MeshTrainer(model({}), gpt_mesh(pp=2), SGD, m=1, schedule=TWICE),
             lambda: trainer.step(*batches(1, n=5)[0]),
             lambda: trainer.step(X.roll(rank, 0), y),
@@ -201,10 +203,11 @@ def refused(rank, world_size):
 def test_what_does_not_fit_is_named():
     for found in launch(refused, 2, timeout=LIMIT):
         kinds, texts = zip(*found)
-        assert kinds == ("ValueError",) * 6 + ("MismatchError",) * 2, texts
+        assert kinds == ("ValueError",) * 7 + ("MismatchError",) * 2, texts
         assert "dp 4 · ep 1 · cp 1 · tp 1 = 4 ranks, but there are 2" in texts[0]
         reasons = ["tied weights", "Dropout", "experts with sequence parallelism"]
-        assert [*texts[1:4]] == [f"not combined with a mesh here: {r}" for r in reasons]
-        assert "2 ranks take rounds of 2 micro-batches: 1 do not fit" in texts[4]
-        assert "5 sequences cannot be divided among 2 ranks" in texts[5]
-        assert all("a batch, digest" in text for text in texts[6:])
+        reasons.append("a cut sequence")
+        assert [*texts[1:5]] == [f"not combined with a mesh here: {r}" for r in reasons]
+        assert "2 ranks take rounds of 2 micro-batches: 1 do not fit" in texts[5]
+        assert "5 sequences cannot be divided among 2 ranks" in texts[6]
+        assert all("a batch, digest" in text for text in texts[7:])
