@@ -27,9 +27,8 @@ def cut_gpt(model, mesh, sequence=False):
     unknown = {*map(type, model.modules())} - {*GPT_LAYERS, MixtureOfExperts, Experts}
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
     refused = {kind.__name__ for kind in unknown}
-    refused |= {"a cut sequence" for x in model.modules() if "attend" in vars(x)}
+    refused |= {"layers cut before" for x in model.modules() if "attend" in vars(x)}
     refused |= {"tied weights"} if len({*params}) < len(params) else set()
-    refused |= {"experts with sequence parallelism" for _ in mixtures if sequence}
     if refused:
         raise ValueError(f"not combined with a mesh here: {', '.join(sorted(refused))}")
     if mesh.sizes["tp"] > 1:
@@ -70,12 +69,13 @@ class MeshTrainer:
         num_stages = len(placement(schedule(mesh.sizes["pp"], m)))
         parts = cut(model, num_stages), TokenLoss(mesh["tp"]), m, schedule
         self.pipeline = DistributedPipeline(*parts, torch.numel, mesh["pp"])
-        self.mesh, named = mesh, [*model.named_parameters()]
+        self.mesh, self.params, copies = mesh, {}, {}
         kept = {*self.pipeline.stages.parameters()}
-        self.params = {name: param for name, param in named if param in kept}
-        copies = {mesh[copied_along(*pair)]: [] for pair in named}  # all ranks ask
-        for name, param in self.params.items():
-            copies[mesh[copied_along(name, param)]].append(param)
+        for name, param in model.named_parameters():
+            group = mesh[copied_along(name, param)]  # all ranks ask for all groups
+            if param in kept:
+                self.params[name] = param
+                copies.setdefault(group, []).append(param)
         groups = [{"params": own, "group": group} for group, own in copies.items()]
         self.optimizer = ShardedOptimizer(groups, make)
         self.optimizer.zero_grad()  # of earlier backward passes

@@ -190,8 +190,8 @@ def refused(rank, world_size):
             lambda: gpt_mesh(dp=4),
             lambda: MeshTrainer(tied, gpt_mesh(tp=2), SGD),
             lambda: MeshTrainer(dropout, gpt_mesh(tp=2), SGD),
-            lambda: MeshTrainer(experts, gpt_mesh(tp=2), SGD, sequence=True),
             lambda: MeshTrainer(was_cut, gpt_mesh(dp=2), SGD),
+            lambda: MeshTrainer(experts, gpt_mesh(tp=2), SGD, sequence=True),
             lambda: MeshTrainer(model({}), gpt_mesh(pp=2), SGD, m=1, schedule=TWICE),
             lambda: trainer.step(*batches(1, n=5)[0]),
             lambda: trainer.step(X.roll(rank, 0), y),
@@ -205,9 +205,9 @@ def test_what_does_not_fit_is_named():
         kinds, texts = zip(*found)
         assert kinds == ("ValueError",) * 7 + ("MismatchError",) * 2, texts
         assert "dp 4 · ep 1 · cp 1 · tp 1 = 4 ranks, but there are 2" in texts[0]
-        reasons = ["tied weights", "Dropout", "experts with sequence parallelism"]
-        reasons.append("a cut sequence")
-        assert [*texts[1:5]] == [f"not combined with a mesh here: {r}" for r in reasons]
+        reasons = ["tied weights", "Dropout", "layers cut before"]
+        assert [*texts[1:4]] == [f"not combined with a mesh here: {r}" for r in reasons]
+        assert "does not know the layer 1.mlp.router" in texts[4]
         assert "2 ranks take rounds of 2 micro-batches: 1 do not fit" in texts[5]
         assert "5 sequences cannot be divided among 2 ranks" in texts[6]
         assert all("a batch, digest" in text for text in texts[7:])
