@@ -45,7 +45,7 @@ class Mesh:
             ranks.agree(f"a group along {axes}")
             numbers = [i for i, axis in enumerate(self.sizes) if axis in axes]
             axes_last = self.grid.movedim(numbers, [*range(-len(numbers), 0)])
-            all_groups = axes_last.reshape(-1, len(own)).tolist()  # one per row
+            all_groups = axes_last.reshape(-1, len(own)).tolist()  # [[0, 2], …]
             self.groups[own], _ = dist.new_subgroups_by_enumeration(all_groups)
         return self.groups[own]
 
