@@ -24,10 +24,10 @@ def gpt_mesh(pp=1, dp=1, ep=1, cp=1, tp=1):
 def cut_gpt(model, mesh, sequence=False):
     """Cut each layer of a whole GPT, in place, to what this rank keeps and computes."""
     mixtures = [x for x in model.modules() if isinstance(x, MixtureOfExperts)]
-    unknown = {*map(type, model.modules())} - {*GPT_LAYERS, MixtureOfExperts, Experts}
+    known = *GPT_LAYERS, MixtureOfExperts, Experts
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
-    refused = {kind.__name__ for kind in unknown}
-    refused |= {"layers cut before" for x in model.modules() if "attend" in vars(x)}
+    refused = {type(x).__name__ for x in model.modules() if type(x) not in known}
+    refused |= {"layers cut by cp" for x in model.modules() if "attend" in vars(x)}
     refused |= {"tied weights"} if len({*params}) < len(params) else set()
     if refused:
         raise ValueError(f"not combined with a mesh here: {', '.join(sorted(refused))}")
@@ -68,7 +68,7 @@ class MeshTrainer:
         cut_gpt(model, mesh, sequence)
         num_stages = len(placement(schedule(mesh.sizes["pp"], m)))
         parts = cut(model, num_stages), TokenLoss(mesh["tp"]), m, schedule
-        self.pipeline = DistributedPipeline(*parts, torch.numel, mesh["pp"])
+        self.pipeline = DistributedPipeline(*parts, count=torch.numel, group=mesh["pp"])
         self.mesh, self.params, copies = mesh, {}, {}
         kept = {*self.pipeline.stages.parameters()}
         for name, param in model.named_parameters():

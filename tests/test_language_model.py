@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_named():
         kinds, texts = zip(*found)
         assert kinds == ("ValueError",) * 7 + ("MismatchError",) * 2, texts
         assert "dp 4 · ep 1 · cp 1 · tp 1 = 4 ranks, but there are 2" in texts[0]
-        reasons = ["tied weights", "Dropout", "layers cut before"]
+        reasons = ["tied weights", "Dropout", "layers cut by cp"]
         assert [*texts[1:4]] == [f"not combined with a mesh here: {r}" for r in reasons]
         assert "does not know the layer 1.mlp.router" in texts[4]
         assert "2 ranks take rounds of 2 micro-batches: 1 do not fit" in texts[5]
