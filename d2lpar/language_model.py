@@ -8,35 +8,32 @@ from . import ranks
 from .context_parallel import cut_sequence, own_tokens
 from .ddp import share
 from .experts import Experts, MixtureOfExperts, ParallelExperts
-from .mesh import Mesh
-from .models import GPT_LAYERS
+from .models import GPT_LAYERS, Head
 from .pipeline import DistributedPipeline, cut
 from .pipeline_schedules import one_f_one_b, placement
 from .sharding import ShardedOptimizer, clip_grad_norm_
 from .tensor_parallel import cut_layers, own_part, vocab_parallel_cross_entropy
 
 
-def gpt_mesh(pp=1, dp=1, ep=1, cp=1, tp=1):
-    """Return a mesh with the axes of a GPT. Neighbours differ in tp: it sends most."""
-    return Mesh({"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp})
-
-
 def cut_gpt(model, mesh, sequence=False):
     """Cut each layer of a whole GPT, in place, to what this rank keeps and computes."""
-    mixtures = [x for x in model.modules() if isinstance(x, MixtureOfExperts)]
     known = *GPT_LAYERS, MixtureOfExperts, Experts
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
     refused = {type(x).__name__ for x in model.modules() if type(x) not in known}
-    refused |= {"layers cut by cp" for x in model.modules() if "attend" in vars(x)}
-    refused |= {"tied weights"} if len({*params}) < len(params) else set()
+    if type(model[-1]) is not Head:
+        refused.add("a last layer that is no Head")
+    if any("attend" in vars(x) for x in model.modules()):  # by cut_sequence
+        refused.add("layers cut by cp")
+    if len({*params}) < len(params):
+        refused.add("tied weights")
     if refused:
         raise ValueError(f"not combined with a mesh here: {', '.join(sorted(refused))}")
     if mesh.sizes["tp"] > 1:
-        cut_layers(model, mesh["tp"], sequence)
+        cut_layers(model, mesh.get_group("tp"), sequence)
     if mesh.sizes["cp"] > 1:
-        cut_sequence(model, mesh["cp"])
-    for mixture in mixtures:
-        mixture.experts = ParallelExperts(mixture.experts, mesh["ep"])
+        cut_sequence(model, mesh.get_group("cp"))
+    for mixture in [x for x in model.modules() if isinstance(x, MixtureOfExperts)]:
+        mixture.experts = ParallelExperts(mixture.experts, mesh.get_group("ep"))
 
 
 def copied_along(name, param):
@@ -67,12 +64,13 @@ class MeshTrainer:
         share(model.parameters(), ranks.group_of(None))
         cut_gpt(model, mesh, sequence)
         num_stages = len(placement(schedule(mesh.sizes["pp"], m)))
-        parts = cut(model, num_stages), TokenLoss(mesh["tp"]), m, schedule
-        self.pipeline = DistributedPipeline(*parts, count=torch.numel, group=mesh["pp"])
+        stages, criterion = cut(model, num_stages), TokenLoss(mesh.get_group("tp"))
+        options = {"count": torch.numel, "group": mesh.get_group("pp")}
+        self.pipeline = DistributedPipeline(stages, criterion, m, schedule, **options)
         self.mesh, self.params, copies = mesh, {}, {}
         kept = {*self.pipeline.stages.parameters()}
         for name, param in model.named_parameters():
-            group = mesh[copied_along(name, param)]  # all ranks ask for all groups
+            group = mesh.get_group(*copied_along(name, param))  # by all, of all stages
             if param in kept:
                 self.params[name] = param
                 copies.setdefault(group, []).append(param)
@@ -82,9 +80,9 @@ class MeshTrainer:
 
     def own(self, tokens):
         """Return this rank's tokens of its own sequences; all are (n, length)."""
-        rows = own_part(tokens, 0, ranks.group_of(self.mesh["dp", "ep"]), "sequences")
-        cp = ranks.group_of(self.mesh["cp"])
-        return own_tokens(rows, 1, cp) if cp.size > 1 else rows
+        dp, cp = self.mesh.get_group("dp", "ep"), self.mesh.get_group("cp")
+        rows = own_part(tokens, 0, ranks.group_of(dp), "sequences")
+        return own_tokens(rows, 1, cp) if cp.size() > 1 else rows
 
     def forward_backward(self, X, y):
         """Add to gradients; return the mean loss of own tokens, on the last stage."""
@@ -104,17 +102,17 @@ class MeshTrainer:
         """Train on a batch, the same on all ranks; return its loss, on all of them."""
         loss = self.forward_backward(X, y)
         self.update(max_norm)
-        total = torch.tensor(float(loss or 0), dtype=torch.float64)
+        total = torch.zeros(()).double() if loss is None else loss.double()
         ranks.allreduce(total, op="mean")  # of pp ranks, one has a loss
         return total.item() * self.mesh.sizes["pp"]
 
 
 def whole_state(trainer):
     """Return {name: tensor} of own layers, as in the whole model. All ranks call it."""
-    state, tp = {}, trainer.mesh["tp"]
+    state, tp = {}, trainer.mesh.get_group("tp")
     for name, param in trainer.params.items():
-        rows, dim = param.detach(), getattr(param, "cut_dim", None)
+        whole, dim = param.detach(), getattr(param, "cut_dim", None)
         if dim is not None:
-            rows = ranks.all_gather(rows.movedim(dim, 0), tp).movedim(0, dim)
-        state[name] = rows.clone()
+            whole = ranks.all_gather(whole.movedim(dim, 0), tp).movedim(0, dim)
+        state[name] = whole.clone()
     return state

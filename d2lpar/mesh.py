@@ -15,8 +15,8 @@ from . import ranks
 class Mesh:
     """All ranks as a grid of ``sizes``, {axis: number}; neighbours differ in the last.
 
-    ``mesh["tp"]`` is the group of the ranks that differ from this one in tp alone,
-    ``mesh["dp", "cp"]`` of those that differ in dp, in cp or in both. A group is made
+    ``get_group("tp")`` has the ranks that differ from this one in tp alone,
+    ``get_group("dp", "cp")`` those that differ in dp, in cp or in both. A group is made
     when it is first asked for, by all ranks of the mesh, and stays, like torch's.
     """
 
@@ -35,25 +35,30 @@ class Mesh:
         found = (self.grid == rank).nonzero()[0].tolist()
         return dict(zip(self.sizes, found))
 
-    def __getitem__(self, axes):
-        axes = (axes,) if isinstance(axes, str) else axes
+    def get_group(self, *axes):
+        """Return this rank's group along axes. A collective call: all ranks make it."""
         if unknown := set(axes) - set(self.sizes):
             raise KeyError(f"the mesh has {list(self.sizes)}, and not {list(unknown)}")
-        index = [slice(None) if a in axes else i for a, i in self.place.items()]
-        own = tuple(self.grid[tuple(index)].flatten().tolist())
+        along = [i for i, axis in enumerate(self.sizes) if axis in axes]
+        others = [i for i, axis in enumerate(self.sizes) if axis not in axes]
+        size = prod(self.grid.shape[i] for i in along)
+        rows = self.grid.permute(*others, *along).reshape(-1, size)  # a group in each
+        [own] = [tuple(row) for row in rows.tolist() if dist.get_rank() in row]
         if own not in self.groups:
             ranks.agree(f"a group along {axes}")
-            numbers = [i for i, axis in enumerate(self.sizes) if axis in axes]
-            axes_last = self.grid.movedim(numbers, [*range(-len(numbers), 0)])
-            all_groups = axes_last.reshape(-1, len(own)).tolist()  # [[0, 2], …]
-            self.groups[own], _ = dist.new_subgroups_by_enumeration(all_groups)
+            self.groups[own], _ = dist.new_subgroups_by_enumeration(rows.tolist())
         return self.groups[own]
 
     def sent(self, ledger):
         """Return {axes: bytes} that this rank sent to ranks that differ in ``axes``."""
-        sent = Counter()
+        along = Counter()
         for (_, dst), nbytes in ledger.bytes.items():  # of what this rank sends
             there = self.place_of(dst)
             differ = [a for a in self.sizes if there[a] != self.place[a]]
-            sent[" and ".join(differ)] += nbytes
-        return dict(sent)
+            along[" and ".join(differ)] += nbytes
+        return dict(along)
+
+
+def gpt_mesh(pp=1, dp=1, ep=1, cp=1, tp=1):
+    """Return a mesh with the axes of a GPT, whose blocks wait most often for tp."""
+    return Mesh({"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp})

@@ -9,7 +9,8 @@ from helpers import LIMIT, attempt, close
 from torch.nn import functional as F
 
 from d2lpar import MeshTrainer, MixtureOfExperts, count_bytes, launch, planning, ranks
-from d2lpar.language_model import gpt_mesh, whole_state
+from d2lpar.language_model import whole_state
+from d2lpar.mesh import gpt_mesh
 from d2lpar.models import gpt
 from d2lpar.pipeline_schedules import interleaved, zero_bubble
 from d2lpar.planning import Plan, gpt_numbers
@@ -183,6 +184,7 @@ def refused(rank, world_size):
     experts, dropout = model({"ep": 2}), model({})
     dropout[1].mlp.append(torch.nn.Dropout())
     MeshTrainer(was_cut := model({}), gpt_mesh(cp=2), SGD)
+    (headless := model({}))[-1] = torch.nn.Linear(WIDTH, VOCAB)
     trainer, [(X, y)] = MeshTrainer(model({}), gpt_mesh(dp=2), SGD), batches(1)
     return [
         attempt(call)[:2]
@@ -191,6 +193,7 @@ def refused(rank, world_size):
             lambda: MeshTrainer(tied, gpt_mesh(tp=2), SGD),
             lambda: MeshTrainer(dropout, gpt_mesh(tp=2), SGD),
             lambda: MeshTrainer(was_cut, gpt_mesh(dp=2), SGD),
+            lambda: MeshTrainer(headless, gpt_mesh(tp=2), SGD),
             lambda: MeshTrainer(experts, gpt_mesh(tp=2), SGD, sequence=True),
             lambda: MeshTrainer(model({}), gpt_mesh(pp=2), SGD, m=1, schedule=TWICE),
             lambda: trainer.step(*batches(1, n=5)[0]),
@@ -203,11 +206,12 @@ def refused(rank, world_size):
 def test_what_does_not_fit_is_named():
     for found in launch(refused, 2, timeout=LIMIT):
         kinds, texts = zip(*found)
-        assert kinds == ("ValueError",) * 7 + ("MismatchError",) * 2, texts
+        assert kinds == ("ValueError",) * 8 + ("MismatchError",) * 2, texts
         assert "dp 4 · ep 1 · cp 1 · tp 1 = 4 ranks, but there are 2" in texts[0]
         reasons = ["tied weights", "Dropout", "layers cut by cp"]
-        assert [*texts[1:4]] == [f"not combined with a mesh here: {r}" for r in reasons]
-        assert "does not know the layer 1.mlp.router" in texts[4]
-        assert "2 ranks take rounds of 2 micro-batches: 1 do not fit" in texts[5]
-        assert "5 sequences cannot be divided among 2 ranks" in texts[6]
-        assert all("a batch, digest" in text for text in texts[7:])
+        reasons += ["a last layer that is no Head"]
+        assert [*texts[1:5]] == [f"not combined with a mesh here: {r}" for r in reasons]
+        assert "does not know the layer 1.mlp.router" in texts[5]
+        assert "2 ranks take rounds of 2 micro-batches: 1 do not fit" in texts[6]
+        assert "5 sequences cannot be divided among 2 ranks" in texts[7]
+        assert all("a batch, digest" in text for text in texts[8:])

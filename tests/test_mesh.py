@@ -18,10 +18,10 @@ def groups_of(rank, k, sizes):
     theirs = dist.init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
     assert (*ours.place.values(),) == theirs.get_coordinate()
     first, *_, last = sizes
-    for axes in (*sizes, (first, last), (*sizes,)):
-        part = theirs[axes] if isinstance(axes, str) else theirs[axes]._flatten()
-        assert members(ours[axes]) == members(part.get_group())
-    assert ours[first, last] is ours[first, last]
+    for axes in (*zip(sizes), (first, last), (*sizes,)):
+        part = theirs[axes] if len(axes) == 1 else theirs[axes]._flatten()
+        assert members(ours.get_group(*axes)) == members(part.get_group())
+    assert ours.get_group(first, last) is ours.get_group(first, last)
     return len(ours.groups)
 
 
@@ -40,9 +40,11 @@ def mistakes(rank, k):
         attempt(Mesh, {"pp": 3, "dp": 2, "tp": 1})[:2],
         attempt(Mesh, {"dp": 2, "tp": 2 + (rank == 1)})[:2],
         attempt(Mesh, half)[:2],
-        attempt(lambda: mesh["dp", "cp"])[:2],
-        attempt(lambda: mesh["dp" if rank else "tp"])[:2],
-        attempt(lambda: members(mesh["tp"]))[:2],  # the mesh is as good as before
+        attempt(lambda: mesh.get_group("dp", "cp"))[:2],
+        attempt(lambda: mesh.get_group("dp" if rank else "tp"))[:2],
+        attempt(lambda: members(mesh.get_group("tp")))[
+            :2
+        ],  # the mesh is as good as before
     ]
 
 
@@ -61,9 +63,9 @@ def test_what_is_wrong_is_named():
 def send_along(rank, k, sizes):
     mesh = Mesh(sizes)
     with count_bytes() as ledger:
-        for number, axes in enumerate((*sizes, ("pp", "tp")), 1):
+        for number, axes in enumerate([*zip(sizes), ("pp", "tp")], 1):
             data = torch.zeros(100 * number, dtype=torch.uint8)
-            ranks.allreduce(data, ring, group=mesh[axes])
+            ranks.allreduce(data, ring, group=mesh.get_group(*axes))
     return mesh.sent(ledger)
 
 
