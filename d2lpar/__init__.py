@@ -31,7 +31,7 @@ from .experts import MixtureOfExperts, ParallelExperts, balance_loss
 from .language_model import MeshTrainer
 from .losses import ChunkedLoss, DataParallelCriterion, DataParallelModel
 from .memory import peak_memory, saved_memory
-from .mesh import Mesh
+from .mesh import Mesh, gpt_mesh
 from .mixed_precision import GradScaler, MasterWeights, autocast, initialize
 from .pipeline import DistributedPipeline, Pipeline, cut
 from .pipeline_schedules import (

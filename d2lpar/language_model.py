@@ -16,18 +16,20 @@ from .tensor_parallel import cut_layers, own_part, vocab_parallel_cross_entropy
 
 
 def cut_gpt(model, mesh, sequence=False):
-    """Cut each layer of a whole GPT, in place, to what this rank keeps and computes."""
+    """Cut each layer of a GPT, the first rank's, in place, to what this rank keeps."""
     known = *GPT_LAYERS, MixtureOfExperts, Experts
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
     refused = {type(x).__name__ for x in model.modules() if type(x) not in known}
     if type(model[-1]) is not Head:
         refused.add("a last layer that is no Head")
-    if any("attend" in vars(x) for x in model.modules()):  # by cut_sequence
-        refused.add("layers cut by cp")
+    if hasattr(model, "is_cut"):
+        refused.add("a model that a mesh has cut")
     if len({*params}) < len(params):
         refused.add("tied weights")
     if refused:
         raise ValueError(f"not combined with a mesh here: {', '.join(sorted(refused))}")
+    model.is_cut = True
+    share(params, ranks.group_of(None))
     if mesh.sizes["tp"] > 1:
         cut_layers(model, mesh.get_group("tp"), sequence)
     if mesh.sizes["cp"] > 1:
@@ -55,13 +57,12 @@ class TokenLoss(torch.nn.Module):
 
 
 class MeshTrainer:
-    """Trains a whole GPT on a mesh, from the first rank's weights, in m micro-batches.
+    """Trains a GPT on a gpt_mesh, from the first rank's weights, in m micro-batches.
 
     All ranks pass the same batches. ``make``, like Adam, must treat each number alone.
     """
 
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
-        share(model.parameters(), ranks.group_of(None))
         cut_gpt(model, mesh, sequence)
         num_stages = len(placement(schedule(mesh.sizes["pp"], m)))
         stages, criterion = cut(model, num_stages), TokenLoss(mesh.get_group("tp"))
@@ -80,8 +81,9 @@ class MeshTrainer:
 
     def own(self, tokens):
         """Return this rank's tokens of its own sequences; all are (n, length)."""
-        dp, cp = self.mesh.get_group("dp", "ep"), self.mesh.get_group("cp")
-        rows = own_part(tokens, 0, ranks.group_of(dp), "sequences")
+        batch = ranks.group_of(self.mesh.get_group("dp", "ep"))
+        rows = own_part(tokens, 0, batch, "sequences")
+        cp = self.mesh.get_group("cp")
         return own_tokens(rows, 1, cp) if cp.size() > 1 else rows
 
     def forward_backward(self, X, y):
@@ -102,7 +104,7 @@ class MeshTrainer:
         """Train on a batch, the same on all ranks; return its loss, on all of them."""
         loss = self.forward_backward(X, y)
         self.update(max_norm)
-        total = torch.zeros(()).double() if loss is None else loss.double()
+        total = torch.zeros(()).double() if loss is None else loss.double().cpu()
         ranks.allreduce(total, op="mean")  # of pp ranks, one has a loss
         return total.item() * self.mesh.sizes["pp"]
 

@@ -18,9 +18,10 @@ class Mesh:
     ``get_group("tp")`` has the ranks that differ from this one in tp alone,
     ``get_group("dp", "cp")`` those that differ in dp, in cp or in both. A group is made
     when it is first asked for, by all ranks of the mesh, and stays, like torch's.
+    Meshes may share their ``groups``.
     """
 
-    def __init__(self, sizes):
+    def __init__(self, sizes, groups=None):
         k, self.sizes = dist.get_world_size(), dict(sizes)
         ranks.agree(f"a mesh of {self.sizes}")
         if (size := prod(sizes.values())) != k:
@@ -28,7 +29,8 @@ class Mesh:
             raise ValueError(f"{factors} = {size} ranks, but there are {k}")
         self.grid = torch.arange(k).view(*sizes.values())
         self.place = self.place_of(dist.get_rank())
-        self.groups = {(*range(k),): dist.group.WORLD}  # by their ranks
+        self.groups = {} if groups is None else groups  # by their ranks
+        self.groups[tuple(range(k))] = dist.group.WORLD
 
     def place_of(self, rank):
         """Return where a rank is, as {axis: place}."""
@@ -59,6 +61,6 @@ class Mesh:
         return dict(along)
 
 
-def gpt_mesh(pp=1, dp=1, ep=1, cp=1, tp=1):
-    """Return a mesh with the axes of a GPT, whose blocks wait most often for tp."""
-    return Mesh({"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp})
+def gpt_mesh(pp=1, dp=1, ep=1, cp=1, tp=1, groups=None):
+    """Return a mesh with all axes of a GPT, which waits for tp most often."""
+    return Mesh({"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp}, groups)

@@ -183,10 +183,11 @@ def refused(rank, world_size):
     tied[-1].logits.weight = tied[0].tokens.weight
     experts, dropout = model({"ep": 2}), model({})
     dropout[1].mlp.append(torch.nn.Dropout())
-    MeshTrainer(was_cut := model({}), gpt_mesh(cp=2), SGD)
+    MeshTrainer(was_cut := model({}), gpt_mesh(pp=2), SGD, m=2)
+    torch.nn.init.constant_(was_cut[0].tokens.weight, rank)
     (headless := model({}))[-1] = torch.nn.Linear(WIDTH, VOCAB)
     trainer, [(X, y)] = MeshTrainer(model({}), gpt_mesh(dp=2), SGD), batches(1)
-    return [
+    found = [
         attempt(call)[:2]
         for call in (
             lambda: gpt_mesh(dp=4),
@@ -201,6 +202,8 @@ def refused(rank, world_size):
             lambda: trainer.step(X, y.roll(rank, 0)),
         )
     ]
+    assert (was_cut[0].tokens.weight == rank).all()  # as before it was refused
+    return found
 
 
 def test_what_does_not_fit_is_named():
@@ -208,7 +211,7 @@ def test_what_does_not_fit_is_named():
         kinds, texts = zip(*found)
         assert kinds == ("ValueError",) * 8 + ("MismatchError",) * 2, texts
         assert "dp 4 · ep 1 · cp 1 · tp 1 = 4 ranks, but there are 2" in texts[0]
-        reasons = ["tied weights", "Dropout", "layers cut by cp"]
+        reasons = ["tied weights", "Dropout", "a model that a mesh has cut"]
         reasons += ["a last layer that is no Head"]
         assert [*texts[1:5]] == [f"not combined with a mesh here: {r}" for r in reasons]
         assert "does not know the layer 1.mlp.router" in texts[5]

@@ -161,6 +161,12 @@ def check_figures(nb):
         yield "an image without alternative text"
 
 
+def check_tables(nb):
+    """A table ends at an empty line: what follows at once becomes one of its rows."""
+    for row, text in re.findall(r"^(\|.*)\n([^|\n].*)", prose(nb), flags=re.M):
+        yield f"no empty line between {row[:40]!r} and {text[:40]!r}"
+
+
 def check_links(nb):
     """Links to other chapters and to drawings lead somewhere."""
     for found in re.findall(r"\]\(((?!https?:|#)[^)\s]+)\)", prose(nb)):
@@ -276,6 +282,7 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_figures, output(new_output("display_data", SVG))),
     (check_figures, output(figure() | {"metadata": {}})),
     (check_figures, output(figure() | {"data": figure("another").data})),
+    (check_tables, source(TORCHS + "\n| a | b | c |\nText", cell=3)),
     (check_links, source(TOP + "[next](99_next.ipynb)", cell=0)),
 ]
 
