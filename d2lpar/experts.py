@@ -107,6 +107,8 @@ class ParallelExperts(nn.ModuleDict):
         n = even_share(len(whole), "experts", group)
         super().__init__([*whole.named_children()][group.me * n :][:n])
         self.group = group
+        for param in self.parameters():
+            param.is_expert = True  # so the group's other ranks have no copy
 
     def forward(self, X, counts):
         """Send rows to their experts and back. Gradients there are of the mean loss."""

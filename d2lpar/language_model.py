@@ -16,31 +16,32 @@ from .tensor_parallel import cut_layers, own_part, vocab_parallel_cross_entropy
 
 
 def cut_gpt(model, mesh, sequence=False):
-    """Cut each layer of a GPT, the first rank's, in place, to what this rank keeps."""
-    known = *GPT_LAYERS, MixtureOfExperts, Experts
+    """Share the first rank's weights, then cut each layer of a GPT, in place."""
+    known = *GPT_LAYERS, MixtureOfExperts, Experts  # GPT_LAYERS: those of chapter 14
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
     refused = {type(x).__name__ for x in model.modules() if type(x) not in known}
     if type(model[-1]) is not Head:
         refused.add("a last layer that is no Head")
     if hasattr(model, "is_cut"):
-        refused.add("a model that a mesh has cut")
+        refused.add("a model given to a mesh before")
     if len({*params}) < len(params):
         refused.add("tied weights")
     if refused:
         raise ValueError(f"not combined with a mesh here: {', '.join(sorted(refused))}")
+    tp, cp, ep = (mesh.get_group(axis) for axis in ("tp", "cp", "ep"))
     model.is_cut = True
     share(params, ranks.group_of(None))
-    if mesh.sizes["tp"] > 1:
-        cut_layers(model, mesh.get_group("tp"), sequence)
-    if mesh.sizes["cp"] > 1:
-        cut_sequence(model, mesh.get_group("cp"))
+    if tp.size() > 1:
+        cut_layers(model, tp, sequence)
+    if cp.size() > 1:
+        cut_sequence(model, cp)
     for mixture in [x for x in model.modules() if isinstance(x, MixtureOfExperts)]:
-        mixture.experts = ParallelExperts(mixture.experts, mesh.get_group("ep"))
+        mixture.experts = ParallelExperts(mixture.experts, ep)
 
 
-def copied_along(name, param):
+def copied_along(param):
     """Return the axes along which ranks have copies of a parameter of a cut GPT."""
-    axes = ["dp", "cp"] if ".experts." in name else ["dp", "ep", "cp"]
+    axes = ["dp", "cp"] if hasattr(param, "is_expert") else ["dp", "ep", "cp"]
     return axes if hasattr(param, "cut_dim") else [*axes, "tp"]
 
 
@@ -52,7 +53,7 @@ class TokenLoss(torch.nn.Module):
         self.group = group
 
     def forward(self, logits, y):
-        """Return the sum; the pipeline divides it by the number of tokens."""
+        """Return a sum, since the pipeline divides by the number of tokens."""
         return y.numel() * vocab_parallel_cross_entropy(logits, y, self.group)
 
 
@@ -71,7 +72,7 @@ class MeshTrainer:
         self.mesh, self.params, copies = mesh, {}, {}
         kept = {*self.pipeline.stages.parameters()}
         for name, param in model.named_parameters():
-            group = mesh.get_group(*copied_along(name, param))  # by all, of all stages
+            group = mesh.get_group(*copied_along(param))  # all ranks ask for all groups
             if param in kept:
                 self.params[name] = param
                 copies.setdefault(group, []).append(param)
@@ -81,9 +82,8 @@ class MeshTrainer:
 
     def own(self, tokens):
         """Return this rank's tokens of its own sequences; all are (n, length)."""
-        batch = ranks.group_of(self.mesh.get_group("dp", "ep"))
-        rows = own_part(tokens, 0, batch, "sequences")
-        cp = self.mesh.get_group("cp")
+        batch, cp = self.mesh.get_group("dp", "ep"), self.mesh.get_group("cp")
+        rows = own_part(tokens, 0, ranks.group_of(batch), "sequences")
         return own_tokens(rows, 1, cp) if cp.size() > 1 else rows
 
     def forward_backward(self, X, y):

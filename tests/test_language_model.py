@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_named():
         kinds, texts = zip(*found)
         assert kinds == ("ValueError",) * 8 + ("MismatchError",) * 2, texts
         assert "dp 4 · ep 1 · cp 1 · tp 1 = 4 ranks, but there are 2" in texts[0]
-        reasons = ["tied weights", "Dropout", "a model that a mesh has cut"]
+        reasons = ["tied weights", "Dropout", "a model given to a mesh before"]
         reasons += ["a last layer that is no Head"]
         assert [*texts[1:5]] == [f"not combined with a mesh here: {r}" for r in reasons]
         assert "does not know the layer 1.mlp.router" in texts[5]
