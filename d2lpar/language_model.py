@@ -20,7 +20,7 @@ def cut_gpt(model, mesh, sequence=False):
     known = *GPT_LAYERS, MixtureOfExperts, Experts  # GPT_LAYERS: those of chapter 14
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
     refused = {type(x).__name__ for x in model.modules() if type(x) not in known}
-    if type(model[-1]) is not Head:
+    if [type(x) for x in model.children()][-1:] != [Head]:
         refused.add("a last layer that is no Head")
     if hasattr(model, "is_cut"):
         refused.add("a model given to a mesh before")
@@ -29,10 +29,10 @@ def cut_gpt(model, mesh, sequence=False):
     if refused:
         raise ValueError(f"not combined with a mesh here: {', '.join(sorted(refused))}")
     tp, cp, ep = (mesh.get_group(axis) for axis in ("tp", "cp", "ep"))
-    model.is_cut = True
     share(params, ranks.group_of(None))
     if tp.size() > 1:
-        cut_layers(model, tp, sequence)
+        cut_layers(model, tp, sequence)  # may refuse, too
+    model.is_cut = True
     if cp.size() > 1:
         cut_sequence(model, cp)
     for mixture in [x for x in model.modules() if isinstance(x, MixtureOfExperts)]:
@@ -76,7 +76,7 @@ class MeshTrainer:
             if param in kept:
                 self.params[name] = param
                 copies.setdefault(group, []).append(param)
-        groups = [{"params": own, "group": group} for group, own in copies.items()]
+        groups = [{"params": params, "group": g} for g, params in copies.items()]
         self.optimizer = ShardedOptimizer(groups, make)
         self.optimizer.zero_grad()  # of earlier backward passes
 

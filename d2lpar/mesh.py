@@ -46,7 +46,7 @@ class Mesh:
         size = prod(self.grid.shape[i] for i in along)
         rows = self.grid.permute(*others, *along).reshape(-1, size)  # a group in each
         [own] = [tuple(row) for row in rows.tolist() if dist.get_rank() in row]
-        if own not in self.groups:
+        if own not in self.groups:  # on all ranks, or on none: one row tells the others
             ranks.agree(f"a group along {axes}")
             self.groups[own], _ = dist.new_subgroups_by_enumeration(rows.tolist())
         return self.groups[own]
@@ -62,5 +62,5 @@ class Mesh:
 
 
 def gpt_mesh(pp=1, dp=1, ep=1, cp=1, tp=1, groups=None):
-    """Return a mesh with all axes of a GPT, which waits for tp most often."""
+    """Return a mesh with all axes of a GPT. It waits for tp most often: innermost."""
     return Mesh({"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp}, groups)

@@ -196,6 +196,7 @@ def refused(rank, world_size):
             lambda: MeshTrainer(was_cut, gpt_mesh(dp=2), SGD),
             lambda: MeshTrainer(headless, gpt_mesh(tp=2), SGD),
             lambda: MeshTrainer(experts, gpt_mesh(tp=2), SGD, sequence=True),
+            lambda: MeshTrainer(torch.nn.Tanh(), gpt_mesh(tp=2), SGD),
             lambda: MeshTrainer(model({}), gpt_mesh(pp=2), SGD, m=1, schedule=TWICE),
             lambda: trainer.step(*batches(1, n=5)[0]),
             lambda: trainer.step(X.roll(rank, 0), y),
@@ -203,18 +204,20 @@ def refused(rank, world_size):
         )
     ]
     assert (was_cut[0].tokens.weight == rank).all()  # as before it was refused
+    MeshTrainer(experts, gpt_mesh(tp=2), SGD)  # nothing has been cut
     return found
 
 
 def test_what_does_not_fit_is_named():
     for found in launch(refused, 2, timeout=LIMIT):
         kinds, texts = zip(*found)
-        assert kinds == ("ValueError",) * 8 + ("MismatchError",) * 2, texts
+        assert kinds == ("ValueError",) * 9 + ("MismatchError",) * 2, texts
         assert "dp 4 · ep 1 · cp 1 · tp 1 = 4 ranks, but there are 2" in texts[0]
         reasons = ["tied weights", "Dropout", "a model given to a mesh before"]
         reasons += ["a last layer that is no Head"]
         assert [*texts[1:5]] == [f"not combined with a mesh here: {r}" for r in reasons]
         assert "does not know the layer 1.mlp.router" in texts[5]
-        assert "2 ranks take rounds of 2 micro-batches: 1 do not fit" in texts[6]
-        assert "5 sequences cannot be divided among 2 ranks" in texts[7]
-        assert all("a batch, digest" in text for text in texts[8:])
+        assert "here: Tanh, a last layer that is no Head" in texts[6]
+        assert "2 ranks take rounds of 2 micro-batches: 1 do not fit" in texts[7]
+        assert "5 sequences cannot be divided among 2 ranks" in texts[8]
+        assert all("a batch, digest" in text for text in texts[9:])

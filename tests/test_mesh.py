@@ -34,12 +34,11 @@ def test_places_and_groups_are_torchs(sizes):
 
 
 def mistakes(rank, k):
-    half = {"dp": 2, "tp": 2} if rank < 2 else {"tp": 2, "dp": 2}
     mesh = Mesh({"dp": 2, "tp": 2})
     return [
         attempt(Mesh, {"pp": 3, "dp": 2, "tp": 1})[:2],
         attempt(Mesh, {"dp": 2, "tp": 2 + (rank == 1)})[:2],
-        attempt(Mesh, half)[:2],
+        attempt(Mesh, {"dp": 2, "tp": 2} if rank < 2 else {"tp": 2, "dp": 2})[:2],
         attempt(lambda: mesh.get_group("dp", "cp"))[:2],
         attempt(lambda: mesh.get_group("dp" if rank else "tp"))[:2],
         attempt(lambda: members(mesh.get_group("tp")))[
