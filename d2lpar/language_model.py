@@ -17,7 +17,7 @@ from .tensor_parallel import cut_layers, own_part, vocab_parallel_cross_entropy
 
 def cut_gpt(model, mesh, sequence=False):
     """Share the first rank's weights, then cut each layer of a GPT, in place."""
-    known = *GPT_LAYERS, MixtureOfExperts, Experts  # GPT_LAYERS: those of chapter 14
+    known = *GPT_LAYERS, MixtureOfExperts, Experts  # in models.py: all that gpt has
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
     refused = {type(x).__name__ for x in model.modules() if type(x) not in known}
     if [type(x) for x in model.children()][-1:] != [Head]:
@@ -65,7 +65,7 @@ class MeshTrainer:
 
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
         cut_gpt(model, mesh, sequence)
-        num_stages = len(placement(schedule(mesh.sizes["pp"], m)))
+        num_stages = len(placement(schedule(mesh.sizes["pp"], m)))  # perhaps v per rank
         stages, criterion = cut(model, num_stages), TokenLoss(mesh.get_group("tp"))
         options = {"count": torch.numel, "group": mesh.get_group("pp")}
         self.pipeline = DistributedPipeline(stages, criterion, m, schedule, **options)
