@@ -41,9 +41,8 @@ def mistakes(rank, k):
         attempt(Mesh, {"dp": 2, "tp": 2} if rank < 2 else {"tp": 2, "dp": 2})[:2],
         attempt(lambda: mesh.get_group("dp", "cp"))[:2],
         attempt(lambda: mesh.get_group("dp" if rank else "tp"))[:2],
-        attempt(lambda: members(mesh.get_group("tp")))[
-            :2
-        ],  # the mesh is as good as before
+        # the mesh is as good as before
+        attempt(lambda: members(mesh.get_group("tp")))[:2],
     ]
 
 
