@@ -15,21 +15,25 @@ from .sharding import ShardedOptimizer, clip_grad_norm_
 from .tensor_parallel import cut_layers, own_part, vocab_parallel_cross_entropy
 
 
+def refusals(model):
+    """Yield what keeps a model from training on a mesh here."""
+    known = *GPT_LAYERS, MixtureOfExperts, Experts  # in models.py: all that gpt has
+    yield from {type(x).__name__ for x in model.modules() if type(x) not in known}
+    if [type(x) for x in model.children()][-1:] != [Head]:
+        yield "a last layer that is no Head"
+    if hasattr(model, "is_cut"):
+        yield "a model given to a mesh before"
+    params = [p for _, p in model.named_parameters(remove_duplicate=False)]
+    if len({*params}) < len(params):
+        yield "tied weights"
+
+
 def cut_gpt(model, mesh, sequence=False):
     """Share the first rank's weights, then cut each layer of a GPT, in place."""
-    known = *GPT_LAYERS, MixtureOfExperts, Experts  # in models.py: all that gpt has
-    params = [p for _, p in model.named_parameters(remove_duplicate=False)]
-    refused = {type(x).__name__ for x in model.modules() if type(x) not in known}
-    if [type(x) for x in model.children()][-1:] != [Head]:
-        refused.add("a last layer that is no Head")
-    if hasattr(model, "is_cut"):
-        refused.add("a model given to a mesh before")
-    if len({*params}) < len(params):
-        refused.add("tied weights")
-    if refused:
-        raise ValueError(f"not combined with a mesh here: {', '.join(sorted(refused))}")
+    if found := sorted(refusals(model)):
+        raise ValueError(f"not combined with a mesh here: {', '.join(found)}")
     tp, cp, ep = (mesh.get_group(axis) for axis in ("tp", "cp", "ep"))
-    share(params, ranks.group_of(None))
+    share([*model.parameters()], ranks.group_of(None))
     if tp.size() > 1:
         cut_layers(model, tp, sequence)  # may refuse, too
     model.is_cut = True
@@ -58,17 +62,13 @@ class TokenLoss(torch.nn.Module):
 
 
 class MeshTrainer:
-    """Trains a GPT on a gpt_mesh, from the first rank's weights, in m micro-batches.
-
-    All ranks pass the same batches. ``make``, like Adam, must treat each number alone.
-    """
+    """Trains a GPT on a gpt_mesh, from the first rank's weights, in m micro-batches."""
 
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
         cut_gpt(model, mesh, sequence)
-        num_stages = len(placement(schedule(mesh.sizes["pp"], m)))  # perhaps v per rank
-        stages, criterion = cut(model, num_stages), TokenLoss(mesh.get_group("tp"))
-        options = {"count": torch.numel, "group": mesh.get_group("pp")}
-        self.pipeline = DistributedPipeline(stages, criterion, m, schedule, **options)
+        pp, loss = mesh.get_group("pp"), TokenLoss(mesh.get_group("tp"))
+        stages = cut(model, len(placement(schedule(pp.size(), m))))  # 1 or v per rank
+        self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
         self.mesh, self.params, copies = mesh, {}, {}
         kept = {*self.pipeline.stages.parameters()}
         for name, param in model.named_parameters():
@@ -77,8 +77,7 @@ class MeshTrainer:
                 self.params[name] = param
                 copies.setdefault(group, []).append(param)
         groups = [{"params": params, "group": g} for g, params in copies.items()]
-        self.optimizer = ShardedOptimizer(groups, make)
-        self.optimizer.zero_grad()  # of earlier backward passes
+        self.optimizer = ShardedOptimizer(groups, make)  # each number alone, like Adam
 
     def own(self, tokens):
         """Return this rank's tokens of its own sequences; all are (n, length)."""
@@ -97,11 +96,11 @@ class MeshTrainer:
         shards = self.optimizer.shards.values()  # each number is on one rank
         norm = clip_grad_norm_(shards, max_norm, ranks.group_of(None))
         self.optimizer.step()
-        self.optimizer.zero_grad()
         return norm
 
     def step(self, X, y, max_norm=torch.inf):
         """Train on a batch, the same on all ranks; return its loss, on all of them."""
+        self.optimizer.zero_grad()
         loss = self.forward_backward(X, y)
         self.update(max_norm)
         total = torch.zeros(()).double() if loss is None else loss.double().cpu()
