@@ -8,6 +8,7 @@ from . import ranks
 from .context_parallel import cut_sequence, own_tokens
 from .ddp import share
 from .experts import Experts, MixtureOfExperts, ParallelExperts
+from .mesh import copied_along
 from .models import GPT_LAYERS, Head
 from .pipeline import DistributedPipeline, cut
 from .pipeline_schedules import one_f_one_b, placement
@@ -16,21 +17,22 @@ from .tensor_parallel import cut_layers, own_part, vocab_parallel_cross_entropy
 
 
 def refusals(model):
-    """Yield what keeps a model from training on a mesh here."""
-    known = *GPT_LAYERS, MixtureOfExperts, Experts  # in models.py: all that gpt has
-    yield from {type(x).__name__ for x in model.modules() if type(x) not in known}
-    if [type(x) for x in model.children()][-1:] != [Head]:
-        yield "a last layer that is no Head"
+    """Return what keeps a model from training on a mesh here."""
     if hasattr(model, "is_cut"):
-        yield "a model given to a mesh before"
+        return ["a model that a mesh has cut already"]
+    known = *GPT_LAYERS, MixtureOfExperts, Experts  # in models.py: all that gpt has
+    found = sorted({type(x).__name__ for x in model.modules() if type(x) not in known})
+    if [type(x) for x in model.children()][-1:] != [Head]:
+        found.append("a model that does not end in a Head")
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
     if len({*params}) < len(params):
-        yield "tied weights"
+        found.append("tied weights")
+    return found
 
 
 def cut_gpt(model, mesh, sequence=False):
     """Share the first rank's weights, then cut each layer of a GPT, in place."""
-    if found := sorted(refusals(model)):
+    if found := refusals(model):
         raise ValueError(f"not combined with a mesh here: {', '.join(found)}")
     tp, cp, ep = (mesh.get_group(axis) for axis in ("tp", "cp", "ep"))
     share([*model.parameters()], ranks.group_of(None))
@@ -39,14 +41,9 @@ def cut_gpt(model, mesh, sequence=False):
     model.is_cut = True
     if cp.size() > 1:
         cut_sequence(model, cp)
-    for mixture in [x for x in model.modules() if isinstance(x, MixtureOfExperts)]:
-        mixture.experts = ParallelExperts(mixture.experts, ep)
-
-
-def copied_along(param):
-    """Return the axes along which ranks have copies of a parameter of a cut GPT."""
-    axes = ["dp", "cp"] if hasattr(param, "is_expert") else ["dp", "ep", "cp"]
-    return axes if hasattr(param, "cut_dim") else [*axes, "tp"]
+    for layer in model.modules():
+        if ep.size() > 1 and isinstance(layer, MixtureOfExperts):
+            layer.experts = ParallelExperts(layer.experts, ep)
 
 
 class TokenLoss(torch.nn.Module):
@@ -62,27 +59,31 @@ class TokenLoss(torch.nn.Module):
 
 
 class MeshTrainer:
-    """Trains a GPT on a gpt_mesh, from the first rank's weights, in m micro-batches."""
+    """Trains a GPT on a gpt_mesh, cut in place, in m micro-batches of each batch.
+
+    ``make(params)`` returns an optimiser that, like Adam, treats each number alone.
+    """
 
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
         cut_gpt(model, mesh, sequence)
         pp, loss = mesh.get_group("pp"), TokenLoss(mesh.get_group("tp"))
         stages = cut(model, len(placement(schedule(pp.size(), m))))  # 1 or v per rank
         self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
-        self.mesh, self.params, copies = mesh, {}, {}
-        kept = {*self.pipeline.stages.parameters()}
+        self.mesh, self.params = mesh, {}
+        self.batch_group = ranks.group_of(mesh.get_group("dp", "ep"))
+        kept, copies = {*self.pipeline.stages.parameters()}, {}  # not of other stages
         for name, param in model.named_parameters():
             group = mesh.get_group(*copied_along(param))  # all ranks ask for all groups
             if param in kept:
                 self.params[name] = param
                 copies.setdefault(group, []).append(param)
         groups = [{"params": params, "group": g} for g, params in copies.items()]
-        self.optimizer = ShardedOptimizer(groups, make)  # each number alone, like Adam
+        self.optimizer = ShardedOptimizer(groups, make)
 
     def own(self, tokens):
         """Return this rank's tokens of its own sequences; all are (n, length)."""
-        batch, cp = self.mesh.get_group("dp", "ep"), self.mesh.get_group("cp")
-        rows = own_part(tokens, 0, ranks.group_of(batch), "sequences")
+        cp = self.mesh.get_group("cp")
+        rows = own_part(tokens, 0, self.batch_group, "sequences")
         return own_tokens(rows, 1, cp) if cp.size() > 1 else rows
 
     def forward_backward(self, X, y):

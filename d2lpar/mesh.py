@@ -22,12 +22,12 @@ class Mesh:
     """
 
     def __init__(self, sizes, groups=None):
-        k, self.sizes = dist.get_world_size(), dict(sizes)
-        ranks.agree(f"a mesh of {self.sizes}")
+        k = dist.get_world_size()
+        ranks.agree(f"a mesh of {sizes}")
         if (size := prod(sizes.values())) != k:
             factors = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
             raise ValueError(f"{factors} = {size} ranks, but there are {k}")
-        self.grid = torch.arange(k).view(*sizes.values())
+        self.sizes, self.grid = dict(sizes), torch.arange(k).view(*sizes.values())
         self.place = self.place_of(dist.get_rank())
         self.groups = {} if groups is None else groups  # by their ranks
         self.groups[tuple(range(k))] = dist.group.WORLD
@@ -46,13 +46,13 @@ class Mesh:
         size = prod(self.grid.shape[i] for i in along)
         rows = self.grid.permute(*others, *along).reshape(-1, size)  # a group in each
         [own] = [tuple(row) for row in rows.tolist() if dist.get_rank() in row]
-        if own not in self.groups:  # on all ranks, or on none: one row tells the others
+        if own not in self.groups:  # on all ranks or on none: rows are alike
             ranks.agree(f"a group along {axes}")
             self.groups[own], _ = dist.new_subgroups_by_enumeration(rows.tolist())
         return self.groups[own]
 
     def sent(self, ledger):
-        """Return {axes: bytes} that this rank sent to ranks that differ in ``axes``."""
+        """Return {"tp": bytes, "dp and tp": …}, sent by this rank along these axes."""
         along = Counter()
         for (_, dst), nbytes in ledger.bytes.items():  # of what this rank sends
             there = self.place_of(dst)
@@ -62,5 +62,11 @@ class Mesh:
 
 
 def gpt_mesh(pp=1, dp=1, ep=1, cp=1, tp=1, groups=None):
-    """Return a mesh with all axes of a GPT. It waits for tp most often: innermost."""
+    """Return a mesh with all axes of a GPT; tp, waited for most often, is innermost."""
     return Mesh({"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp}, groups)
+
+
+def copied_along(param):
+    """Return the axes along which ranks have copies of a parameter of a cut GPT."""
+    axes = ["dp", "cp"] if hasattr(param, "is_expert") else ["dp", "ep", "cp"]
+    return axes if hasattr(param, "cut_dim") else [*axes, "tp"]

@@ -213,11 +213,11 @@ def test_what_does_not_fit_is_named():
         kinds, texts = zip(*found)
         assert kinds == ("ValueError",) * 9 + ("MismatchError",) * 2, texts
         assert "dp 4 · ep 1 · cp 1 · tp 1 = 4 ranks, but there are 2" in texts[0]
-        reasons = ["tied weights", "Dropout", "a model given to a mesh before"]
-        reasons += ["a last layer that is no Head"]
+        reasons = ["tied weights", "Dropout", "a model that a mesh has cut already"]
+        reasons += ["a model that does not end in a Head"]
         assert [*texts[1:5]] == [f"not combined with a mesh here: {r}" for r in reasons]
         assert "does not know the layer 1.mlp.router" in texts[5]
-        assert "here: Tanh, a last layer that is no Head" in texts[6]
+        assert "here: Tanh, a model that does not end in a Head" in texts[6]
         assert "2 ranks take rounds of 2 micro-batches: 1 do not fit" in texts[7]
         assert "5 sequences cannot be divided among 2 ranks" in texts[8]
         assert all("a batch, digest" in text for text in texts[9:])
