@@ -71,10 +71,10 @@ class MeshTrainer:
         self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
         self.mesh, self.params = mesh, {}
         self.batch_group = ranks.group_of(mesh.get_group("dp", "ep"))
-        kept, copies = {*self.pipeline.stages.parameters()}, {}  # not of other stages
+        kept, copies = {*self.pipeline.stages.parameters()}, {}
         for name, param in model.named_parameters():
             group = mesh.get_group(*copied_along(param))  # all ranks ask for all groups
-            if param in kept:
+            if param in kept:  # not another stage's
                 self.params[name] = param
                 copies.setdefault(group, []).append(param)
         groups = [{"params": params, "group": g} for g, params in copies.items()]
@@ -104,7 +104,7 @@ class MeshTrainer:
         self.optimizer.zero_grad()
         loss = self.forward_backward(X, y)
         self.update(max_norm)
-        total = torch.zeros(()).double() if loss is None else loss.double().cpu()
+        total = torch.zeros(()).double() if loss is None else loss.cpu().double()
         ranks.allreduce(total, op="mean")  # of pp ranks, one has a loss
         return total.item() * self.mesh.sizes["pp"]
 

@@ -40,13 +40,13 @@ class Mesh:
     def get_group(self, *axes):
         """Return this rank's group along axes. A collective call: all ranks make it."""
         if unknown := set(axes) - set(self.sizes):
-            raise KeyError(f"the mesh has {list(self.sizes)}, and not {list(unknown)}")
+            raise ValueError(f"the mesh has {[*self.sizes]}, and not {sorted(unknown)}")
         along = [i for i, axis in enumerate(self.sizes) if axis in axes]
         others = [i for i, axis in enumerate(self.sizes) if axis not in axes]
         size = prod(self.grid.shape[i] for i in along)
         rows = self.grid.permute(*others, *along).reshape(-1, size)  # a group in each
         [own] = [tuple(row) for row in rows.tolist() if dist.get_rank() in row]
-        if own not in self.groups:  # on all ranks or on none: rows are alike
+        if own not in self.groups:  # on all ranks or none: one row determines others
             ranks.agree(f"a group along {axes}")
             self.groups[own], _ = dist.new_subgroups_by_enumeration(rows.tolist())
         return self.groups[own]
