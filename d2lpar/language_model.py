@@ -17,7 +17,7 @@ from .tensor_parallel import cut_layers, own_part, vocab_parallel_cross_entropy
 
 
 def refusals(model):
-    """Return what keeps a model from training on a mesh here."""
+    """Return the reasons why a model cannot be trained on a mesh here."""
     if hasattr(model, "is_cut"):
         return ["a model that a mesh has cut already"]
     known = *GPT_LAYERS, MixtureOfExperts, Experts  # in models.py: all that gpt has
@@ -67,7 +67,7 @@ class MeshTrainer:
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
         cut_gpt(model, mesh, sequence)
         pp, loss = mesh.get_group("pp"), TokenLoss(mesh.get_group("tp"))
-        stages = cut(model, len(placement(schedule(pp.size(), m))))  # 1 or v per rank
+        stages = cut(model, len(placement(schedule(pp.size(), m))))  # or v · pp stages
         self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
         self.mesh, self.params = mesh, {}
         self.batch_group = ranks.group_of(mesh.get_group("dp", "ep"))
@@ -92,7 +92,7 @@ class MeshTrainer:
         return self.pipeline.forward_backward(self.own(X), self.own(y))
 
     def update(self, max_norm=torch.inf):
-        """Average gradients, clip them, change parameters; return the norm before."""
+        """Average and clip gradients, change parameters; return the unclipped norm."""
         self.optimizer.take_gradients()
         shards = self.optimizer.shards.values()  # each number is on one rank
         norm = clip_grad_norm_(shards, max_norm, ranks.group_of(None))
@@ -100,7 +100,7 @@ class MeshTrainer:
         return norm
 
     def step(self, X, y, max_norm=torch.inf):
-        """Train on a batch, the same on all ranks; return its loss, on all of them."""
+        """Train on a batch, the same on all ranks; return its loss on each."""
         self.optimizer.zero_grad()
         loss = self.forward_backward(X, y)
         self.update(max_norm)
@@ -110,7 +110,7 @@ class MeshTrainer:
 
 
 def whole_state(trainer):
-    """Return {name: tensor} of own layers, as in the whole model. All ranks call it."""
+    """Return {name: whole tensor} of own layers. A collective call."""
     state, tp = {}, trainer.mesh.get_group("tp")
     for name, param in trainer.params.items():
         whole, dim = param.detach(), getattr(param, "cut_dim", None)

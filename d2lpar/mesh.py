@@ -17,7 +17,7 @@ class Mesh:
 
     ``get_group("tp")`` has the ranks that differ from this one in tp alone,
     ``get_group("dp", "cp")`` those that differ in dp, in cp or in both. A group is made
-    when it is first asked for, by all ranks of the mesh, and stays, like torch's.
+    by all ranks of the mesh, at the first request, and stays, like torch's.
     Meshes may share their ``groups``.
     """
 
@@ -46,13 +46,13 @@ class Mesh:
         size = prod(self.grid.shape[i] for i in along)
         rows = self.grid.permute(*others, *along).reshape(-1, size)  # a group in each
         [own] = [tuple(row) for row in rows.tolist() if dist.get_rank() in row]
-        if own not in self.groups:  # on all ranks or none: one row determines others
+        if own not in self.groups:  # on all ranks or none: one row tells the rest
             ranks.agree(f"a group along {axes}")
             self.groups[own], _ = dist.new_subgroups_by_enumeration(rows.tolist())
         return self.groups[own]
 
     def sent(self, ledger):
-        """Return {"tp": bytes, "dp and tp": …}, sent by this rank along these axes."""
+        """Return the bytes that this rank sent, {"tp": …, "dp and tp": …}."""
         along = Counter()
         for (_, dst), nbytes in ledger.bytes.items():  # of what this rank sends
             there = self.place_of(dst)
