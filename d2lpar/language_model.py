@@ -65,9 +65,9 @@ class MeshTrainer:
     """
 
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
-        cut_gpt(model, mesh, sequence)
         pp, loss = mesh.get_group("pp"), TokenLoss(mesh.get_group("tp"))
-        stages = cut(model, len(placement(schedule(pp.size(), m))))  # or v · pp stages
+        stages = cut([*model.children()], len(placement(schedule(pp.size(), m))))
+        cut_gpt(model, mesh, sequence)  # within the same layers
         self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
         self.mesh, self.params = mesh, {}
         self.batch_group = ranks.group_of(mesh.get_group("dp", "ep"))
