@@ -20,8 +20,8 @@ def refusals(model):
     """Return the reasons why a model cannot be trained on a mesh here."""
     if hasattr(model, "is_cut"):
         return ["a model that a mesh has cut already"]
-    known = *GPT_LAYERS, MixtureOfExperts, Experts  # in models.py: all that gpt has
-    found = sorted({type(x).__name__ for x in model.modules() if type(x) not in known})
+    known = GPT_LAYERS | {MixtureOfExperts, Experts}  # GPT_LAYERS: what gpt() has
+    found = sorted(kind.__name__ for kind in {*map(type, model.modules())} - known)
     if [type(x) for x in model.children()][-1:] != [Head]:
         found.append("a model that does not end in a Head")
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
@@ -35,15 +35,16 @@ def cut_gpt(model, mesh, sequence=False):
     if found := refusals(model):
         raise ValueError(f"not combined with a mesh here: {', '.join(found)}")
     tp, cp, ep = (mesh.get_group(axis) for axis in ("tp", "cp", "ep"))
+    mixtures = [x for x in model.modules() if isinstance(x, MixtureOfExperts)]
+    own = [ParallelExperts(x.experts, ep) for x in mixtures if ep.size() > 1]
     share([*model.parameters()], ranks.group_of(None))
     if tp.size() > 1:
-        cut_layers(model, tp, sequence)  # may refuse, too
+        cut_layers(model, tp, sequence)  # may refuse, as ParallelExperts may
     model.is_cut = True
     if cp.size() > 1:
         cut_sequence(model, cp)
-    for layer in model.modules():
-        if ep.size() > 1 and isinstance(layer, MixtureOfExperts):
-            layer.experts = ParallelExperts(layer.experts, ep)
+    for mixture, experts in zip(mixtures, own):
+        mixture.experts = experts
 
 
 class TokenLoss(torch.nn.Module):
@@ -61,17 +62,16 @@ class TokenLoss(torch.nn.Module):
 class MeshTrainer:
     """Trains a GPT on a gpt_mesh, cut in place, in m micro-batches of each batch.
 
-    ``make(params)`` returns an optimiser that, like Adam, treats each number alone.
+    ``make`` gets param groups; like Adam, it must treat each number alone.
     """
 
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
         pp, loss = mesh.get_group("pp"), TokenLoss(mesh.get_group("tp"))
         stages = cut([*model.children()], len(placement(schedule(pp.size(), m))))
-        cut_gpt(model, mesh, sequence)  # within the same layers
+        cut_gpt(model, mesh, sequence)  # inside the stages' layers
         self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
-        self.mesh, self.params = mesh, {}
-        self.batch_group = ranks.group_of(mesh.get_group("dp", "ep"))
-        kept, copies = {*self.pipeline.stages.parameters()}, {}
+        self.mesh, self.batch_group = mesh, ranks.group_of(mesh.get_group("dp", "ep"))
+        self.params, copies, kept = {}, {}, {*self.pipeline.stages.parameters()}
         for name, param in model.named_parameters():
             group = mesh.get_group(*copied_along(param))  # all ranks ask for all groups
             if param in kept:  # not another stage's

@@ -13,7 +13,7 @@ from . import ranks
 
 
 class Mesh:
-    """All ranks as a grid of ``sizes``, {axis: number}; neighbours differ in the last.
+    """All ranks as a grid of ``sizes``, {axis: number}; the last axis varies fastest.
 
     ``get_group("tp")`` has the ranks that differ from this one in tp alone,
     ``get_group("dp", "cp")`` those that differ in dp, in cp or in both. A group is made
@@ -46,7 +46,7 @@ class Mesh:
         size = prod(self.grid.shape[i] for i in along)
         rows = self.grid.permute(*others, *along).reshape(-1, size)  # a group in each
         [own] = [tuple(row) for row in rows.tolist() if dist.get_rank() in row]
-        if own not in self.groups:  # on all ranks or none: a row tells the rest
+        if own not in self.groups:  # on all ranks or none: a row fixes the rest
             ranks.agree(f"a group along {axes}")
             self.groups[own], _ = dist.new_subgroups_by_enumeration(rows.tolist())
         return self.groups[own]

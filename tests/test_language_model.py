@@ -182,7 +182,8 @@ def test_each_token_is_on_one_rank():
 def refused(rank, world_size):
     tied = model({})
     tied[-1].logits.weight = tied[0].tokens.weight
-    experts, dropout = model({"ep": 2}), model({})
+    experts, dropout = gpt(VOCAB, WIDTH, 4, 1, LENGTH), model({})
+    experts[1].mlp = MixtureOfExperts(WIDTH, 3)
     dropout[1].mlp.append(torch.nn.Dropout())
     MeshTrainer(was_cut := model({}), gpt_mesh(pp=2), SGD, m=2)
     torch.nn.init.constant_(was_cut[0].tokens.weight, rank)
@@ -197,12 +198,10 @@ def refused(rank, world_size):
             lambda: MeshTrainer(was_cut, gpt_mesh(dp=2), SGD),
             lambda: MeshTrainer(headless, gpt_mesh(tp=2), SGD),
             lambda: MeshTrainer(experts, gpt_mesh(tp=2), SGD, sequence=True),
-            lambda: MeshTrainer(
-                experts, gpt_mesh(pp=2), SGD, 2, partial(interleaved, v=3)
-            ),
+            lambda: MeshTrainer(experts, gpt_mesh(pp=2), SGD, 2, TWICE),
+            lambda: MeshTrainer(experts, gpt_mesh(ep=2), SGD),
             lambda: trainer.step(*batches(1, n=5)[0]),
             lambda: trainer.step(X.roll(rank, 0), y),
-            lambda: trainer.step(X, y.roll(rank, 0)),
         )
     ]
     assert (was_cut[0].tokens.weight == rank).all()  # as before it was refused
@@ -213,12 +212,13 @@ def refused(rank, world_size):
 def test_what_does_not_fit_is_named():
     for found in launch(refused, 2, timeout=LIMIT):
         kinds, texts = zip(*found)
-        assert kinds == ("ValueError",) * 8 + ("MismatchError",) * 2, texts
+        assert kinds == ("ValueError",) * 9 + ("MismatchError",), texts
         assert "dp 4 · ep 1 · cp 1 · tp 1 = 4 ranks, but there are 2" in texts[0]
         reasons = ["tied weights", "Dropout", "a model that a mesh has cut already"]
         reasons += ["a model that does not end in a Head"]
         assert [*texts[1:5]] == [f"not combined with a mesh here: {r}" for r in reasons]
         assert "does not know the layer 1.mlp.router" in texts[5]
-        assert "4 layers cannot be cut into 6 stages" in texts[6]
-        assert "5 sequences cannot be divided among 2 ranks" in texts[7]
-        assert all("a batch, digest" in text for text in texts[8:])
+        assert "3 layers cannot be cut into 4 stages" in texts[6]
+        assert "3 experts cannot be divided among 2 ranks" in texts[7]
+        assert "5 sequences cannot be divided among 2 ranks" in texts[8]
+        assert "a batch, digest" in texts[9]
