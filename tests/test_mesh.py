@@ -41,7 +41,6 @@ def mistakes(rank, k):
         attempt(Mesh, {"dp": 2, "tp": 2} if rank < 2 else {"tp": 2, "dp": 2})[:2],
         attempt(lambda: mesh.get_group("dp", "cp"))[:2],
         attempt(lambda: mesh.get_group("dp" if rank else "tp"))[:2],
-        # the mesh is as good as before
         attempt(lambda: members(mesh.get_group("tp")))[:2],
     ]
 
@@ -55,7 +54,7 @@ def test_what_is_wrong_is_named():
         assert order[0] == "MismatchError" and "{'tp': 2, 'dp': 2}" in order[1]
         assert unknown == ("ValueError", "the mesh has ['dp', 'tp'], and not ['cp']")
         assert alone[0] == "MismatchError" and "along ('tp',)" in alone[1]
-        assert good == ("ok", [rank // 2 * 2, rank // 2 * 2 + 1])
+        assert good == ("ok", [rank // 2 * 2, rank // 2 * 2 + 1])  # as before
 
 
 def send_along(rank, k, sizes):
