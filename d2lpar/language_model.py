@@ -36,7 +36,7 @@ def cut_gpt(model, mesh, sequence=False):
         raise ValueError(f"not combined with a mesh here: {', '.join(found)}")
     tp, cp, ep = (mesh.get_group(axis) for axis in ("tp", "cp", "ep"))
     mixtures = [x for x in model.modules() if isinstance(x, MixtureOfExperts)]
-    own = [ParallelExperts(x.experts, ep) for x in mixtures if ep.size() > 1]
+    own = [ParallelExperts(x.experts, ep) for x in mixtures if ep.size() > 1]  # or none
     share([*model.parameters()], ranks.group_of(None))
     if tp.size() > 1:
         cut_layers(model, tp, sequence)  # may refuse, as ParallelExperts may
@@ -73,7 +73,7 @@ class MeshTrainer:
         self.mesh, self.batch_group = mesh, ranks.group_of(mesh.get_group("dp", "ep"))
         self.params, copies, kept = {}, {}, {*self.pipeline.stages.parameters()}
         for name, param in model.named_parameters():
-            group = mesh.get_group(*copied_along(param))  # all ranks ask for all groups
+            group = mesh.get_group(*copied_along(param, mesh))  # on all ranks
             if param in kept:  # not another stage's
                 self.params[name] = param
                 copies.setdefault(group, []).append(param)
@@ -88,7 +88,7 @@ class MeshTrainer:
 
     def forward_backward(self, X, y):
         """Add to gradients; return the mean loss of own tokens, on the last stage."""
-        ranks.agree(f"a batch, digest {crc32(torch.stack([X, y]).cpu().numpy())}")
+        ranks.agree(f"a batch, digest {crc32(str([X.tolist(), y.tolist()]).encode())}")
         return self.pipeline.forward_backward(self.own(X), self.own(y))
 
     def update(self, max_norm=torch.inf):

@@ -17,7 +17,7 @@ class Mesh:
 
     ``get_group("tp")`` has the ranks that differ from this one in tp alone,
     ``get_group("dp", "cp")`` those that differ in dp, in cp or in both. A group is made
-    by all ranks of the mesh, at the first request, and stays, like torch's.
+    by all ranks of the mesh, at the first request, and, like torch's, stays.
     Meshes may share their ``groups``.
     """
 
@@ -66,7 +66,8 @@ def gpt_mesh(pp=1, dp=1, ep=1, cp=1, tp=1, groups=None):
     return Mesh({"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp}, groups)
 
 
-def copied_along(param):
+def copied_along(param, mesh):
     """Return the axes along which ranks have copies of a parameter of a cut GPT."""
-    axes = ["dp", "cp"] if hasattr(param, "is_expert") else ["dp", "ep", "cp"]
-    return axes if hasattr(param, "cut_dim") else [*axes, "tp"]
+    expert, part = hasattr(param, "is_expert"), hasattr(param, "cut_dim")
+    differ = {"pp": True, "ep": expert, "tp": part}  # here ranks have other parameters
+    return [axis for axis in mesh.sizes if not differ.get(axis)]
