@@ -36,14 +36,14 @@ def cut_gpt(model, mesh, sequence=False):
         raise ValueError(f"not combined with a mesh here: {', '.join(found)}")
     tp, cp, ep = (mesh.get_group(axis) for axis in ("tp", "cp", "ep"))
     mixtures = [x for x in model.modules() if isinstance(x, MixtureOfExperts)]
-    own = [ParallelExperts(x.experts, ep) for x in mixtures if ep.size() > 1]  # or none
+    own = [(x, ParallelExperts(x.experts, ep)) for x in mixtures if ep.size() > 1]
     share([*model.parameters()], ranks.group_of(None))
     if tp.size() > 1:
         cut_layers(model, tp, sequence)  # may refuse, as ParallelExperts may
     model.is_cut = True
     if cp.size() > 1:
         cut_sequence(model, cp)
-    for mixture, experts in zip(mixtures, own):
+    for mixture, experts in own:
         mixture.experts = experts
 
 
@@ -60,7 +60,7 @@ class TokenLoss(torch.nn.Module):
 
 
 class MeshTrainer:
-    """Trains a GPT on a gpt_mesh, cut in place, in m micro-batches of each batch.
+    """Cuts a GPT in place, and trains it on a gpt_mesh, a batch in m micro-batches.
 
     ``make`` gets param groups; like Adam, it must treat each number alone.
     """

@@ -34,26 +34,27 @@ def test_places_and_groups_are_torchs(sizes):
 
 
 def mistakes(rank, k):
-    mesh = Mesh({"dp": 2, "tp": 2})
+    mesh, other = Mesh({"dp": 2, "tp": 2}), Mesh({"tp": 2, "dp": 2})
     return [
         attempt(Mesh, {"pp": 3, "dp": 2, "tp": 1})[:2],
         attempt(Mesh, {"dp": 2, "tp": 2 + (rank == 1)})[:2],
         attempt(Mesh, {"dp": 2, "tp": 2} if rank < 2 else {"tp": 2, "dp": 2})[:2],
         attempt(lambda: mesh.get_group("dp", "cp"))[:2],
         attempt(lambda: mesh.get_group("dp" if rank else "tp"))[:2],
+        attempt(lambda: (other if rank else mesh).get_group("tp"))[:2],
         attempt(lambda: members(mesh.get_group("tp")))[:2],
     ]
 
 
 def test_what_is_wrong_is_named():
     for rank, found in enumerate(launch(mistakes, 4, timeout=LIMIT)):
-        size, one, order, unknown, alone, good = found
-        product = "pp 3 · dp 2 · tp 1 = 6 ranks, but there are 4"
-        assert size == ("ValueError", product)
+        size, one, order, unknown, alone, mixed, good = found
+        assert size == ("ValueError", "pp 3 · dp 2 · tp 1 = 6 ranks, but there are 4")
         assert one[0] == "MismatchError" and "{'dp': 2, 'tp': 3}" in one[1]
         assert order[0] == "MismatchError" and "{'tp': 2, 'dp': 2}" in order[1]
         assert unknown == ("ValueError", "the mesh has ['dp', 'tp'], and not ['cp']")
         assert alone[0] == "MismatchError" and "along ('tp',)" in alone[1]
+        assert mixed[0] == "MismatchError" and "of {'tp': 2, 'dp': 2}" in mixed[1]
         assert good == ("ok", [rank // 2 * 2, rank // 2 * 2 + 1])  # as before
 
 
