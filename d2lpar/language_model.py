@@ -9,7 +9,7 @@ from .context_parallel import cut_sequence, own_tokens
 from .ddp import share
 from .experts import Experts, MixtureOfExperts, ParallelExperts
 from .mesh import copied_along
-from .models import GPT_LAYERS, Head
+from .models import GPT_LAYERS, Block, Embedding, Head
 from .pipeline import DistributedPipeline, cut
 from .pipeline_schedules import one_f_one_b, placement
 from .sharding import ShardedOptimizer, clip_grad_norm_
@@ -22,8 +22,9 @@ def refusals(model):
         return ["a model that a mesh has cut already"]
     known = GPT_LAYERS | {MixtureOfExperts, Experts}  # GPT_LAYERS: what gpt() has
     found = sorted(kind.__name__ for kind in {*map(type, model.modules())} - known)
-    if [type(x) for x in model.children()][-1:] != [Head]:
-        found.append("a model that does not end in a Head")
+    kinds = [type(layer) for layer in model.children()]
+    if kinds != [Embedding, *[Block] * (len(kinds) - 2), Head]:
+        found.append("a model other than an Embedding, Blocks and a Head")
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
     if len({*params}) < len(params):
         found.append("tied weights")
@@ -62,23 +63,22 @@ class TokenLoss(torch.nn.Module):
 class MeshTrainer:
     """Cuts a GPT in place, and trains it on a gpt_mesh, a batch in m micro-batches.
 
-    ``make`` gets param groups; like Adam, it must treat each number alone.
+    ``make`` gets parameters; like Adam, it must treat each number alone.
     """
 
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
-        pp, loss = mesh.get_group("pp"), TokenLoss(mesh.get_group("tp"))
-        stages = cut([*model.children()], len(placement(schedule(pp.size(), m))))
+        pp = mesh.get_group("pp")
+        num_stages = len(placement(schedule(pp.size(), m)))
+        stages = cut([*model.children()], num_stages)
         cut_gpt(model, mesh, sequence)  # inside the stages' layers
+        loss = TokenLoss(mesh.get_group("tp"))
         self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
         self.mesh, self.batch_group = mesh, ranks.group_of(mesh.get_group("dp", "ep"))
-        self.params, copies, kept = {}, {}, {*self.pipeline.stages.parameters()}
-        for name, param in model.named_parameters():
-            group = mesh.get_group(*copied_along(param, mesh))  # on all ranks
-            if param in kept:  # not another stage's
-                self.params[name] = param
-                copies.setdefault(group, []).append(param)
-        groups = [{"params": params, "group": g} for g, params in copies.items()]
-        self.optimizer = ShardedOptimizer(groups, make)
+        kept = {*self.pipeline.stages.parameters()}  # not those of other stages
+        self.params = {n: p for n, p in model.named_parameters() if p in kept}
+        # All ranks make all groups, in one order.
+        groups = {p: mesh.get_group(*copied_along(p, mesh)) for p in model.parameters()}
+        self.optimizer = ShardedOptimizer(self.params.values(), make, group=groups.get)
 
     def own(self, tokens):
         """Return this rank's tokens of its own sequences; all are (n, length)."""

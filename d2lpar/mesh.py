@@ -46,7 +46,7 @@ class Mesh:
         size = prod(self.grid.shape[i] for i in along)
         rows = self.grid.permute(*others, *along).reshape(-1, size)  # a group in each
         [own] = [tuple(row) for row in rows.tolist() if dist.get_rank() in row]
-        if own not in self.groups:  # all ranks decide alike: one row fixes all
+        if own not in self.groups:  # one row fixes the others: all decide alike
             ranks.agree(f"a group along {axes} of {self.sizes}")
             self.groups[own], _ = dist.new_subgroups_by_enumeration(rows.tolist())
         return self.groups[own]

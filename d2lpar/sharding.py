@@ -68,28 +68,28 @@ def gathered(shards, dtype=None):
 class ShardedOptimizer(torch.optim.Optimizer):
     """Updates this rank's rows of each parameter, then gathers those of all (ZeRO-1).
 
-    It also begins with the first rank's parameters and averages gradients, as DDP does,
-    in ``group`` or a param group's own. The optimiser within must treat each number
-    alone, as Adam does. Before you clip ``param_groups``, call ``take_gradients``.
+    It begins with the first rank's parameters and averages gradients, in ``group``, or
+    in ``group(param)``. The optimiser within must treat each number alone, like Adam.
     """
 
     def __init__(self, params, optimizer_class, *, group=None, **defaults):
-        self.group, self.shards = ranks.group_of(group), {}  # by parameter
-        self.buckets, self.num_steps = [], 0  # the rows of a bucket travel together
+        self.group_of = group if callable(group) else lambda param: group
+        self.shards, self.buckets, self.num_steps = {}, [], 0  # shards by parameter
         self.inner = optimizer_class(params, **defaults)
         super().__init__(self.inner.param_groups, self.inner.defaults)
 
     def add_param_group(self, settings):
         """Let the optimiser within train this rank's rows of more parameters."""
-        settings, params = dict(settings), settings["params"]  # the caller's dict stays
+        params, new = settings["params"], {}  # new parameters by group
         params = [params] if isinstance(params, torch.Tensor) else list(params)
-        group = ranks.group_of(settings.pop("group", self.group))
-        new = [param for param in dict.fromkeys(params) if param not in self.shards]
-        for number, param in enumerate(new, group.calls):  # of the call that shares it
-            shard = torch.nn.Parameter(rows_of(param, group), param.requires_grad)
-            self.shards[param] = mark(shard, param, group, number)
-        share(new, group)
-        self.buckets += fill_buckets(new, 2**18)  # bytes
+        for param in [p for p in dict.fromkeys(params) if p not in self.shards]:
+            new.setdefault(ranks.group_of(self.group_of(param)), []).append(param)
+        for group, same in new.items():
+            for number, param in enumerate(same, group.calls):  # of this call
+                shard = torch.nn.Parameter(rows_of(param, group), param.requires_grad)
+                self.shards[param] = mark(shard, param, group, number)
+            share(same, group)
+            self.buckets += fill_buckets(same, 2**18)  # bytes
         super().add_param_group(settings | {"params": [self.shards[p] for p in params]})
 
     def reduce(self, *params):
@@ -104,7 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 shard.grad = own if shard.grad is None else shard.grad + own
 
     def take_gradients(self):
-        """Reduce all gradients; ``step`` does it if you do not."""
+        """Reduce all gradients; call it before you clip, else ``step`` does."""
         for bucket in self.buckets:
             self.reduce(*bucket)
 
