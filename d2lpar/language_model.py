@@ -63,22 +63,22 @@ class TokenLoss(torch.nn.Module):
 class MeshTrainer:
     """Cuts a GPT in place, and trains it on a gpt_mesh, a batch in m micro-batches.
 
-    ``make`` gets parameters; like Adam, it must treat each number alone.
+    ``make`` gets parameters, after the cut; like Adam, it must treat each number alone.
     """
 
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
         pp = mesh.get_group("pp")
-        num_stages = len(placement(schedule(pp.size(), m)))
-        stages = cut([*model.children()], num_stages)
+        stages = cut([*model.children()], len(placement(schedule(pp.size(), m))))
         cut_gpt(model, mesh, sequence)  # inside the stages' layers
         loss = TokenLoss(mesh.get_group("tp"))
         self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
         self.mesh, self.batch_group = mesh, ranks.group_of(mesh.get_group("dp", "ep"))
         kept = {*self.pipeline.stages.parameters()}  # not those of other stages
         self.params = {n: p for n, p in model.named_parameters() if p in kept}
-        # All ranks make all groups, in one order.
         groups = {p: mesh.get_group(*copied_along(p, mesh)) for p in model.parameters()}
         self.optimizer = ShardedOptimizer(self.params.values(), make, group=groups.get)
+        if self.optimizer.shards.keys() - kept:
+            raise ValueError("make took other parameters than it got, after the cut")
 
     def own(self, tokens):
         """Return this rank's tokens of its own sequences; all are (n, length)."""

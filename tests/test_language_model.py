@@ -21,11 +21,10 @@ VOCAB, WIDTH, LENGTH, N = 24, 16, 16, 8
 
 def SGD(params):
     """Return an optimizer that lets matrices decay, and nothing else."""
-    matrices, others = [], []
-    for param in params:
-        (matrices if param.dim() > 1 else others).append(param)
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
-    return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+    params = list(params)
+    matrices = {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}
+    others = {"params": [p for p in params if p.dim() < 2]}
+    return torch.optim.SGD([matrices, others], lr=0.3, momentum=0.9)
 
 
 def model(sizes, seed=0):
@@ -198,6 +197,7 @@ def refused(rank, world_size):
         lambda: MeshTrainer(experts, gpt_mesh(tp=2), SGD, sequence=True),
         lambda: MeshTrainer(experts, gpt_mesh(pp=2), SGD, 2, TWICE),
         lambda: MeshTrainer(experts, gpt_mesh(ep=2), SGD),
+        lambda: MeshTrainer(model({}), gpt_mesh(2), lambda _: SGD(tied.parameters())),
         lambda: trainer.step(*batches(1, n=5)[0]),
         lambda: trainer.step(X.roll(rank, 0), y),
         lambda: trainer.step(X, y[:, rank:]),
@@ -211,7 +211,7 @@ def refused(rank, world_size):
 def test_what_does_not_fit_is_named():
     for found in launch(refused, 2, timeout=LIMIT):
         kinds, texts = zip(*found)
-        assert kinds == ("ValueError",) * 9 + ("MismatchError",) * 2, texts
+        assert kinds == ("ValueError",) * 10 + ("MismatchError",) * 2, texts
         assert "dp 4 · ep 1 · cp 1 · tp 1 = 4 ranks, but there are 2" in texts[0]
         reasons = ["tied weights", "Dropout", "a model that a mesh has cut already"]
         reasons += ["a model other than an Embedding, Blocks and a Head"]
@@ -219,5 +219,6 @@ def test_what_does_not_fit_is_named():
         assert "does not know the layer 1.mlp.router" in texts[5]
         assert "3 layers cannot be cut into 4 stages" in texts[6]
         assert "3 experts cannot be divided among 2 ranks" in texts[7]
-        assert "5 sequences cannot be divided among 2 ranks" in texts[8]
-        assert all("a batch, digest" in text for text in texts[9:])
+        assert "make took other parameters" in texts[8]
+        assert "5 sequences cannot be divided among 2 ranks" in texts[9]
+        assert all("a batch, digest" in text for text in texts[10:])
