@@ -67,12 +67,12 @@ class MeshTrainer:
     """
 
     def __init__(self, model, mesh, make, m=1, schedule=one_f_one_b, sequence=False):
-        pp = mesh.get_group("pp")
-        stages = cut([*model.children()], len(placement(schedule(pp.size(), m))))
-        cut_gpt(model, mesh, sequence)  # inside the stages' layers
-        loss = TokenLoss(mesh.get_group("tp"))
-        self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
         self.mesh, self.batch_group = mesh, ranks.group_of(mesh.get_group("dp", "ep"))
+        pp, loss = mesh.get_group("pp"), TokenLoss(mesh.get_group("tp"))
+        num_stages = len(placement(schedule(pp.size(), m)))
+        stages = cut([*model.children()], num_stages)
+        cut_gpt(model, mesh, sequence)  # inside the stages' layers
+        self.pipeline = DistributedPipeline(stages, loss, m, schedule, torch.numel, pp)
         kept = {*self.pipeline.stages.parameters()}  # not those of other stages
         self.params = {n: p for n, p in model.named_parameters() if p in kept}
         groups = {p: mesh.get_group(*copied_along(p, mesh)) for p in model.parameters()}
