@@ -68,8 +68,8 @@ def gathered(shards, dtype=None):
 class ShardedOptimizer(torch.optim.Optimizer):
     """Updates this rank's rows of each parameter, then gathers those of all (ZeRO-1).
 
-    It begins with the first rank's parameters and averages gradients, in ``group``, or
-    in ``group(param)``. The optimiser within must treat each number alone, like Adam.
+    It begins with the first rank's parameters and averages gradients, in ``group`` (or
+    ``group(param)``). The optimiser within must treat each number alone, like Adam.
     """
 
     def __init__(self, params, optimizer_class, *, group=None, **defaults):
@@ -85,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for param in [p for p in dict.fromkeys(params) if p not in self.shards]:
             new.setdefault(ranks.group_of(self.group_of(param)), []).append(param)
         for group, same in new.items():
-            for number, param in enumerate(same, group.calls):  # of this call
+            for number, param in enumerate(same, group.calls):  # of share's call
                 shard = torch.nn.Parameter(rows_of(param, group), param.requires_grad)
                 self.shards[param] = mark(shard, param, group, number)
             share(same, group)
