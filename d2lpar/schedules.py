@@ -280,5 +280,5 @@ def cost(
             busy["sends", m.src] += alpha + size * beta
             busy["receives", m.dst] += alpha + size * beta
             sizes[m.src, m.dst] += size
-        seconds += max(busy.values())
+        seconds += max(busy.values(), default=0.0)
     return Cost(len(steps), seconds, sizes)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import nbformat
@@ -19,6 +20,7 @@ import website
 from exercises import masters, role, solution
 
 from d2lpar import bubble, clock, schedules
+from d2lpar.pipeline_schedules import play, spell
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,7 +66,8 @@ def site(tmp_path_factory):
 
 def visit(page, site, name, size=DESK):
     page.set_viewport_size(size)
-    page.goto((site / name).as_uri())
+    path, _, place = str(name).partition("#")
+    page.goto((site / path).as_uri() + "#" * bool(place) + place)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -102,6 +105,8 @@ def test_readers_find_their_way(page, site):
         assert f"{name}/{path}" in addresses
     page.get_by_role("link", name="Play with the schedules").click()
     page.get_by_role("heading", name="Schedule player").wait_for()
+    page.locator(".bd-article").get_by_role("link", name="puzzle").click()
+    page.get_by_role("heading", name="Allreduce puzzle").wait_for()
 
 
 def rows(page, part):
@@ -110,31 +115,98 @@ def rows(page, part):
     return [line.locator("th, td").all_inner_texts() for line in lines]
 
 
-def test_players_show_what_python_counts_and_obey_the_keyboard(page, site):
+def texts(page, part):
+    return page.locator(f"[data-part={part}]").all_inner_texts()
+
+
+def test_the_players_show_what_python_counts_and_obey_the_keyboard(page, site):
     visit(page, site, "docs/schedules.html")
     for name, size in (("ring", 5), ("halving_doubling", 6), ("tree", 8)):
         page.get_by_role("combobox", name="Schedule").select_option(name)
         page.get_by_role("combobox", name="Devices").select_option(str(size))
+        page.get_by_role("slider", name="Moment").press("Home")
         steps = website.SCHEDULES[name](size)
         n = schedules.num_chunks(steps)
         page.get_by_role("button", name="Step").focus()
         for i, held in enumerate(schedules.holdings(steps, size)):
-            count = page.locator("[data-part=count]").inner_text()
-            assert count == f"{i} of {len(steps)} steps done"
+            assert f": {i} of {len(steps)} steps done" in texts(page, "caption")[0]
             whole = [sum(len(c) == size for c in chunks) for chunks in held]
             assert [row[1] for row in rows(page, "sent")] == [
                 f"{w} of {n}" for w in whole
             ]
             page.keyboard.press("Enter")
+    page.emulate_media(reduced_motion="no-preference")
+    page.goto((site / "docs/schedules.html").as_uri() + "#schedule=ring&k=8&moment=2")
+    page.reload()
+    assert texts(page, "caption") == ["ring: 2 of 14 steps done"]  # an address of it
+    for _ in range(6):  # however quick they are
+        page.get_by_role("button", name="Step").click()
+    page.get_by_text("ring: 8 of 14 steps done").wait_for()
     visit(page, site, "docs/pipelines.html")
-    page.get_by_role("combobox", name="Stages").select_option("3")
+    page.get_by_role("combobox", name="Ranks").select_option("3")
     page.get_by_role("slider", name="Micro-batches").press("Home")
-    page.keyboard.press("ArrowRight")
-    spans = [clock(f(3, 2)) for f in website.PIPELINES.values()]
-    ends = [max(own[-1].end for own in s) for s in spans]
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    for name, unit in (("the input", 1), ("the weights", 1), ("A message", 0.5)):
+        page.get_by_role("slider", name=name).fill(str(unit))
+    orders = [schedule(3, 6) for schedule in website.PIPELINES.values()]
+    spans = [
+        clock(each, 1 / v, 1 / v, 1 / v, transfer=0.5)
+        for each, v in zip(orders, (1, 1, 1, 2, 1, 2))
+    ]
+    ends = [f"{max(own[-1].end for own in s):g} units" for s in spans]
     idle = [f"{100 * bubble(s):.1f} %" for s in spans]
-    expected = [(f"{end:g}", share) for end, share in zip(ends, idle)]
-    assert [tuple(row[1:3]) for row in rows(page, "table")] == expected
+    assert [row[1:3] for row in rows(page, "table")] == [*map(list, zip(ends, idle))]
+
+
+def press(page, label):
+    """Press a button of a drawing with the keyboard."""
+    page.get_by_role("button", name=label, exact=True).focus()
+    page.keyboard.press("Enter")
+
+
+def test_a_ring_is_placed_with_the_keyboard_and_copied(page, site):
+    visit(page, site, "docs/allreduce_puzzle.html", PHONE)
+    page.get_by_role("combobox", name="Level").select_option("4. Ring of four")
+    steps = schedules.ring(4)
+    wrong = [steps[0][0], steps[0][1]._replace(chunk=steps[0][0].chunk)]
+    for move in wrong:  # the second sends what the first overwrites
+        press(page, f"chunk {move.chunk} of device {move.src}")
+        press(page, f"device {move.dst}")
+    with pytest.raises(ValueError) as refused:
+        schedules.check_steps([wrong, *steps], 4)
+    assert texts(page, "said") == [f"Refused: {refused.value}."]
+    press(page, "Start again")
+    for number, step in enumerate(steps, start=1):
+        way = "added" if step[0].reduce else "put in place of the old"
+        page.get_by_role("radio", name=way).press("Space")
+        for move in step:
+            press(page, f"chunk {move.chunk} of device {move.src}")
+            press(page, f"device {move.dst}")
+        press(page, f"Run step {number}")
+    assert texts(page, "said") == ["Solved. Every device has the whole sum."]
+    assert all(row[1] == row[2] for row in rows(page, "targets"))
+    names = {"Move": schedules.Move}
+    exec(texts(page, "python")[0], names)
+    assert names["steps"] == steps
+    press(page, "Next level")
+    assert page.get_by_role("combobox").input_value() == "4"
+
+
+@pytest.mark.parametrize("number", range(len(website.PIPELINE_LEVELS)))
+def test_a_pipeline_is_placed_with_the_keyboard_and_copied(page, site, number):
+    _, name, p, m, _ = website.PIPELINE_LEVELS[number]
+    visit(page, site, f"docs/pipeline_puzzle.html#level={number}", PHONE)
+    orders = website.PIPELINES[name](p, m)
+    press(page, f"backward pass of micro-batch 0 on stage {orders[-1][0].stage}")
+    assert texts(page, "said")[0].startswith("Refused: tick 0: ")
+    for action in chain(*play(orders)):
+        press(page, str(action))
+    assert texts(page, "said") == ["Solved. Each micro-batch has made all its passes."]
+    assert all(row[1] == row[2] for row in rows(page, "targets"))
+    names = {"spell": spell}
+    exec(texts(page, "python")[0], names)
+    assert names["orders"] == orders
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The tools, on projects of their own; and the files of docs/clusters."""
 
 import ast
-import json
 import re
 import shutil
 import signal
@@ -17,12 +16,10 @@ import pytest
 import run_notebooks
 import saved_cells
 import timing
-import website
 import yaml  # jupyter brings it
 from nbformat.v4 import new_code_cell, new_notebook
 from torch.distributed.run import get_args_parser
 
-from d2lpar import bubble, clock, cost
 from d2lpar.train_ddp import arguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -239,32 +236,6 @@ def test_a_goal_is_met_or_missed(capsys):
         assert re.match(rf"goal {verdict}  +\d", capsys.readouterr().out), verdict
     timing.print_goal("a : b", 1.4, 1.5, at_least=True)
     assert "goal MISSED" in capsys.readouterr().out
-
-
-# The site's data, as its players compute with them
-
-
-@pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
-def test_the_players_know_what_python_knows():
-    chosen = [(f, k) for f in website.SCHEDULES.values() for k in (2, 5, 8)]
-    cases = [[website.exported_schedule(f(k)), k] for f, k in chosen]
-    orders = [website.exported_pipeline(f(4, 5)) for f in website.PIPELINES.values()]
-    program = f"""
-      const s = require("./docs/_static/schedules.js");
-      const p = require("./docs/_static/pipelines.js");
-      const walk = ([steps, k]) => s.costs(steps, k, 4000).pop();
-      const costs = {json.dumps(cases)}.map(walk);
-      const spans = {json.dumps(orders)}.map((orders) => p.predict(orders, 1, 2, 0.5));
-      console.log(JSON.stringify([costs, spans.map(p.bubble)]));"""
-    command = ["node", "-e", program]
-    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
-    costs, bubbles = json.loads(said)
-    for found, (schedule, k) in zip(costs, chosen, strict=True):
-        expected = cost(schedule, k, 4000)
-        assert found["sent"] == [expected.sent(r) for r in range(k)]
-        assert found["seconds"] == pytest.approx(expected.seconds, rel=1e-12)
-    spans = [clock(f(4, 5), transfer=0.5) for f in website.PIPELINES.values()]
-    assert bubbles == pytest.approx([bubble(s) for s in spans], abs=1e-12)
 
 
 # The files of docs/clusters

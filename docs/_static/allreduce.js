@@ -1,0 +1,112 @@
+// Allreduce schedules: what may be one step, who holds what after it, and what it costs. The
+// rules, and the words of what they refuse, are those of d2lpar.schedules; a test compares both.
+
+// A schedule is {chunks, steps}, a step a list of moves {src, dst, first, end, reduce}: src sends
+// chunks first to end - 1, as one message, to dst, which adds them to its own or replaces these.
+
+/** Why the moves of a step cannot happen at the same time, or "" if all of them can. */
+function refusal(steps) {
+  for (const [i, step] of steps.entries()) {
+    const [sent, written] = [{}, {}];
+    for (const move of step) {
+      for (let c = move.first; c < move.end; c++) {
+        (sent[`${move.src} sends chunk ${c}`] ??= []).push(move);
+        (written[`${move.dst} sends chunk ${c}`] ??= []).push(move);
+      }
+    }
+    for (const [who, moves] of Object.entries(written)) {
+      if (canBeOneStep(sent[who] ?? [], moves, step)) continue;
+      const how = "use two steps, or let two exchange the chunk and both reduce it";
+      return `in step ${i + 1} participant ${who} while it is overwritten, or takes it twice: ${how}`;
+    }
+  }
+  return "";
+}
+
+/** Whether a chunk may be sent and written by these moves of a step. */
+function canBeOneStep(sent, written, step) {
+  if (!sent.length) return written.length === 1 || written.every((move) => move.reduce);
+  const [there, back] = [sent[0], written[0]]; // it must be exchanged, and nothing else between
+  const [a, b] = [there.src, there.dst];
+  const between = step.filter(({ src, dst }) => (src === a && dst === b) || (src === b && dst === a));
+  const alone = sent.length === 1 && written.length === 1 && between.length === 2;
+  const isBack = back.src === b && back.first === there.first && back.end === there.end;
+  return alone && isBack && there.reduce && back.reduce;
+}
+
+/** Why a move cannot join the last step under a level's own rules, or "" if it can. */
+function levelRefusal({ neighbours, single }, k, step, { src, dst }) {
+  const next = (src + 1) % k;
+  if (neighbours && dst !== next)
+    return `in this level ${src} sends to ${next} only, its neighbour`;
+  if (single && step.some((move) => move.src === src))
+    return `in this level each sends one message in a step, and ${src} sends one already`;
+  if (single && step.some((move) => move.dst === dst))
+    return `in this level each takes one message in a step, and ${dst} takes one already`;
+  return "";
+}
+
+/** Who holds whose contribution: [step][participant][chunk] is a sorted list; step 0: the start. */
+function holdings({ chunks, steps }, k) {
+  const states = [Array.from({ length: k }, (_, r) => Array(chunks).fill([r]))];
+  for (const step of steps) {
+    const before = states[states.length - 1];
+    const after = before.map((held) => held.slice());
+    for (const { src, dst, first, end, reduce } of step) {
+      for (let c = first; c < end; c++) {
+        const both = [...after[dst][c], ...before[src][c]].sort((a, b) => a - b);
+        after[dst][c] = reduce ? both : before[src][c];
+      }
+    }
+    states.push(after);
+  }
+  return states;
+}
+
+/** What is still wrong at the end of a schedule, or "" if each has each contribution once. */
+function unfinished(schedule, k) {
+  const all = String([...Array(k).keys()]);
+  for (const [r, held] of holdings(schedule, k).at(-1).entries())
+    for (const [c, contributions] of held.entries()) {
+      if (String(contributions) === all) continue;
+      const tuple = `(${contributions.join(", ")}${contributions.length === 1 ? "," : ""})`;
+      const wanted = `not with those of 0 to ${k - 1}, each once`;
+      return `participant ${r} ends with the contributions ${tuple} in chunk ${c}, ${wanted}`;
+    }
+  return "";
+}
+
+/** Bytes that each has sent after each step, and when the step ends: [{sent, seconds}, …]. A
+ *  message of n bytes takes alpha + n * beta; the busiest participant ends the step. */
+function costs({ chunks, steps }, k, nbytes, alpha = 1e-5, beta = 1e-10) {
+  const elements = nbytes / 4; // the first chunks are larger by one, of four bytes
+  const bound = (c) => 4 * (c * Math.floor(elements / chunks) + Math.min(c, elements % chunks));
+  const all = [{ sent: Array(k).fill(0), seconds: 0 }];
+  for (const step of steps) {
+    const sent = all[all.length - 1].sent.slice();
+    const [sending, receiving] = [Array(k).fill(0), Array(k).fill(0)];
+    for (const { src, dst, first, end } of step) {
+      const size = bound(end) - bound(first);
+      sent[src] += size;
+      sending[src] += alpha + size * beta;
+      receiving[dst] += alpha + size * beta;
+    }
+    const seconds = all[all.length - 1].seconds + Math.max(...sending, ...receiving);
+    all.push({ sent, seconds });
+  }
+  return all;
+}
+
+/** A schedule in Python, as an exercise of chapter 3 takes it: a list of lists of Moves. */
+function stepsInPython({ chunks, steps }) {
+  const move = ({ src, dst, first, end, reduce }) => {
+    const part = end - first > 1 ? `range(${first}, ${end})` : first;
+    const chunk = end - first === chunks ? "None" : part;
+    return `        Move(${src}, ${dst}, ${chunk}, ${reduce ? "True" : "False"}),\n`;
+  };
+  const lines = steps.map((step) => `    [\n${step.map(move).join("")}    ],\n`);
+  return `steps = [\n${lines.join("")}]\n`;
+}
+
+if (typeof module !== "undefined")
+  module.exports = { refusal, levelRefusal, holdings, unfinished, costs, stepsInPython };

@@ -1,0 +1,275 @@
+// The pages of chapter 3: a player, which shows who sends which chunk to whom and what all hold
+// then, and a puzzle, in which one places these moves. The rules are in allreduce.js.
+
+/** A number with a unit, three digits long: 1.33 MB. */
+function withUnit(value, unit, units) {
+  const [factor, prefix] = units.find(([f]) => value >= f) ?? units[units.length - 1];
+  return `${value ? Number((value / factor).toPrecision(3)) : 0} ${prefix}${unit}`;
+}
+const bytes = (n) => withUnit(n, "B", [[1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]]);
+const time = (s) => withUnit(s, "s", [[1, ""], [1e-3, "m"], [1e-6, "µ"]]);
+const part = ({ first, end }, chunks) => {
+  if (end - first === chunks) return "the whole tensor";
+  return end - first > 1 ? `chunks ${first} to ${end - 1}` : `chunk ${first}`;
+};
+
+const DISC = 15; // a device's radius
+
+/** The devices on a circle, what each holds, and messages on their way between them. */
+class Board {
+  constructor(svg, k, chunks, size = 20) {
+    const cell = chunks === 1 ? 2 * size : Math.min(size, 120 / chunks);
+    const row = Math.min(12, 64 / k);
+    Object.assign(this, { svg, k, chunks, cell, row, radius: k > 5 ? 126 : 104 });
+    const [w, h] = [chunks * cell - 2, k * row + 14]; // with the chunks' numbers
+    this.corners = Array.from({ length: k }, (_, r) => {
+      const { x, y } = this.place(r, 1); // outside of the device, and just clear of it
+      const distance = this.radius + DISC + 8 + (Math.abs(x) * w) / 2 + (Math.abs(y) * h) / 2;
+      return { x: x * distance - w / 2, y: y * distance - h / 2 + 14 };
+    });
+    const [xs, ys] = ["x", "y"].map((axis) => this.corners.map((corner) => corner[axis]));
+    const [left, top] = [Math.min(...xs) - 6, Math.min(...ys) - 18];
+    const [right, bottom] = [Math.max(...xs) + w + 6, Math.max(...ys) + h - 8];
+    svg.setAttribute("viewBox", `${left} ${top} ${right - left} ${bottom - top}`);
+    svg.style.minWidth = `${0.65 * (right - left)}px`;
+    svg.replaceChildren();
+    const layer = (name) => mark(svg, "g", { class: name });
+    [this.arrows, this.cells, this.packets, this.heads] = ["arrows", "cells", "packets", "heads"].map(layer);
+    for (let r = 0; r < k; r++) {
+      const { x, y } = this.place(r);
+      mark(svg, "circle", { cx: x, cy: y, r: DISC, fill: COLOURS[r] });
+      mark(svg, "text", { x, y: y + 5, class: "device" }, r);
+      for (let c = 0; c < chunks && chunks > 1; c++)
+        mark(svg, "text", { x: this.corners[r].x + (c + 0.5) * cell - 1, y: this.corners[r].y - 4, class: "number" }, c);
+    }
+  }
+
+  place(r, radius = this.radius) {
+    const angle = (2 * Math.PI * r) / this.k - Math.PI / 2 - (this.k % 2 ? 0 : Math.PI / this.k);
+    return { x: radius * Math.cos(angle), y: radius * Math.sin(angle) };
+  }
+
+  box(r, c) {
+    const { x, y } = this.corners[r];
+    return { x: x + c * this.cell, y, width: this.cell - 2, height: this.k * this.row };
+  }
+
+  /** A square per contribution: a column is a chunk, a row is whose it is; a frame: the whole sum. */
+  hold(state) {
+    this.cells.replaceChildren();
+    state.forEach((held, r) => {
+      held.forEach((contributions, c) => {
+        const box = this.box(r, c);
+        const once = new Set(contributions);
+        const isWhole = once.size === this.k && contributions.length === this.k;
+        mark(this.cells, "rect", { ...box, class: isWhole ? "chunk whole" : "chunk" });
+        for (const who of once) {
+          const y = box.y + who * this.row;
+          mark(this.cells, "rect", { ...box, y, height: this.row - 1, fill: COLOURS[who] });
+          const times = contributions.filter((other) => other === who).length;
+          if (times > 1)
+            mark(this.cells, "text", { x: box.x + box.width / 2, y: y + this.row - 2, class: "twice" }, `×${times}`);
+        }
+      });
+    });
+  }
+
+  /** The messages of a step, as arrows, and as packets that have come a part of their way. */
+  send(step, fraction = 0) {
+    for (const layer of [this.arrows, this.packets, this.heads]) layer.replaceChildren();
+    for (const move of step) this.sendOne(move, fraction, step.length > 3 * this.k);
+  }
+
+  sendOne({ src, dst, first, end, reduce }, fraction, isCrowded) {
+    const [a, b, style] = [this.place(src), this.place(dst), reduce ? "added" : "copied"];
+    const length = Math.hypot(b.x - a.x, b.y - a.y);
+    const [ux, uy] = [(b.x - a.x) / length, (b.y - a.y) / length];
+    // 5 beside the line, so that an exchange shows both ways
+    const along = (d, s = 0) => ({ x: a.x + ux * d - uy * (5 + s), y: a.y + uy * d + ux * (5 + s) });
+    const line = (points) => `M${points.map(({ x, y }) => `${x} ${y}`).join("L")}`;
+    const tip = length - DISC - 4;
+    mark(this.arrows, "path", { d: line([along(DISC + 3), along(tip)]), class: style });
+    const label = end - first === this.chunks ? "all" : end - first > 1 ? `${first}–${end - 1}` : `${first}`;
+    const width = isCrowded ? 8 : 8 + 7 * label.length;
+    const reach = (Math.abs(ux) * width) / 2 + Math.abs(uy) * (isCrowded ? 4 : 9);
+    const { x, y } = along(DISC + 4 + reach + (tip - DISC - 12 - 2 * reach) * fraction);
+    if (isCrowded) return mark(this.packets, "circle", { cx: x, cy: y, r: 4, class: style });
+    mark(this.packets, "rect", { x: x - width / 2, y: y - 9, width, height: 18, rx: 4, class: style });
+    mark(this.packets, "text", { x, y: y + 4.5 }, label);
+    mark(this.heads, "path", { d: line([along(tip - 7, -4), along(tip), along(tip - 7, 4)]) });
+  }
+}
+
+/** A step in words, as one would read it out. */
+function stepInWords(step, chunks) {
+  const count = (end) => Math.max(...step.map((move) => step.filter((m) => m[end] === move[end]).length));
+  const verb = step.some((move) => move.reduce) ? "added" : "copied";
+  const parts = step.map((move) => `${move.src} sends ${part(move, chunks)} to ${move.dst}`);
+  const many = `${step.length} messages: the busiest device sends ${count("src")} and takes ${count("dst")}`;
+  return `${step.length > 8 ? many : parts.join("; ")}. What arrives is ${verb}.`;
+}
+
+class SchedulePlayer extends Player {
+  plan(name, parts) {
+    const [k, ...rest] = ["k", "size", "alpha", "beta"].map((each) => Number(this.parts[each].value));
+    const schedule = this.schedules[name][k];
+    const cost = costs(schedule, k, ...rest);
+    const board = parts.drawing && new Board(parts.drawing, k, schedule.chunks);
+    const moments = cost.map(({ seconds }) => seconds);
+    return { name, parts, k, schedule, cost, board, moments, states: holdings(schedule, k) };
+  }
+
+  /** 1.5 s for each step, and where it plays again and again 1.5 s to see the end. */
+  pace() { return this.moments.slice(this.timeline.loops ? 0 : 1).map(() => 1500); }
+
+  timeInWords() { return time(this.now); }
+
+  draw(panel, now) {
+    const { parts, board, cost, moments, states, k } = panel;
+    const { steps, chunks } = panel.schedule;
+    const step = moments.findLastIndex((moment) => moment <= now * (1 + 1e-9));
+    const travelled = (now - moments[step]) / (moments[step + 1] - moments[step] || 1);
+    board.hold(states[step]);
+    board.send(steps[step] ?? [], Math.max(travelled - 0.2, 0) / 0.8); // one reads it before it leaves
+    parts.caption.textContent = `${this.nameOf(panel.name)}: ${step} of ${steps.length} steps done`;
+    if (!parts.words) return;
+    parts.words.setAttribute("aria-live", this.timeline.isPlaying ? "off" : "polite");
+    const next = steps[step] && `Step ${step + 1}: ${stepInWords(steps[step], chunks)}`;
+    parts.words.textContent = next ?? "Every device holds the whole sum.";
+    const rows = states[step].map((held, r) => {
+      const whole = held.filter((contributions) => contributions.length === k).length;
+      return [r, `${whole} of ${chunks}`, bytes(cost[step].sent[r])];
+    });
+    fill(parts.sent, rows);
+  }
+
+  /** A row per schedule, for these devices, this tensor and these links. */
+  compare() {
+    if (!this.parts.table) return;
+    const plans = Object.keys(this.schedules).map((name) => this.plan(name, {}));
+    const best = Math.min(...plans.map(({ moments }) => moments.at(-1)));
+    const rows = plans.map(({ name, moments, cost }) => {
+      const seconds = moments.at(-1);
+      const words = seconds < best * 1.001 ? `${time(seconds)}, fastest` : time(seconds);
+      return [this.nameOf(name), moments.length - 1, bytes(Math.max(...cost.at(-1).sent)), words];
+    });
+    const shown = this.panels.map((panel) => panel.name);
+    fill(this.parts.table, rows, (i) => shown.includes(plans[i].name));
+  }
+}
+
+/** Place the moves of an allreduce: a chunk, then who takes it. A step runs when it has its moves. */
+class AllreducePuzzle extends Puzzle {
+  constructor(root, levels) {
+    super(root, levels);
+    this.parts.run.addEventListener("click", () => this.runStep());
+    this.parts.board.addEventListener("keydown", (event) => this.pressKey(event));
+    this.timeline = new Timeline(this.parts, (x) => this.show(x));
+  }
+
+  setUp() {
+    const { k, chunks } = this.level;
+    Object.assign(this, { steps: [], open: [], chosen: null });
+    this.board = new Board(this.parts.board, k, chunks, 24);
+    this.targets = mark(this.parts.board, "g", { class: "targets" });
+    for (let r = 0; r < k; r++) {
+      const { x, y } = this.board.place(r);
+      this.addTarget("circle", { cx: x, cy: y, r: DISC, "aria-label": `device ${r}` }, r, -1);
+      for (let c = 0; c < chunks; c++) {
+        const label = `${part({ first: c, end: c + 1 }, chunks)} of device ${r}`;
+        this.addTarget("rect", { ...this.board.box(r, c), "aria-label": label }, r, c);
+      }
+    }
+    this.parts.add.checked = true;
+  }
+
+  addTarget(shape, attributes, r, c) {
+    const target = mark(this.targets, shape, { ...attributes, role: "button", tabindex: 0 });
+    target.addEventListener("click", () => this.press(r, c));
+    target.isIn = (chosen) => r === chosen?.src && chosen.first <= c && c < chosen.end;
+  }
+
+  /** Enter and Space press; left and right lead to the next target, up and down to a device. */
+  pressKey(event) {
+    const [targets, device] = [[...this.targets.children], this.level.chunks + 1];
+    const ways = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -device, ArrowDown: device, Enter: 0, " ": 0 };
+    if (!(event.key in ways)) return;
+    event.preventDefault();
+    const way = ways[event.key];
+    if (way) targets.at((targets.indexOf(event.target) + way) % targets.length).focus();
+    else event.target.dispatchEvent(new MouseEvent("click"));
+  }
+
+  /** A press chooses a chunk, or more chunks of the same device; on another device it sends. */
+  press(r, c) {
+    const { chosen } = this;
+    if (chosen && r !== chosen.src) return this.send(r);
+    if (c < 0) return this.say(chosen ? "Now press the device that takes it." : "First press a chunk.");
+    const [first, end] = [Math.min(chosen?.first ?? c, c), Math.max(chosen?.end ?? 0, c + 1)];
+    const isSame = first === chosen?.first && end === chosen.end;
+    this.chosen = isSame ? null : { src: r, first, end };
+    this.update(isSame ? "" : `${r} sends ${part(this.chosen, this.level.chunks)}: who takes it?`);
+  }
+
+  send(dst) {
+    const { k, chunks } = this.level;
+    const move = { ...this.chosen, dst, reduce: this.parts.add.checked };
+    this.chosen = null;
+    const steps = [...this.steps, [...this.open, move]];
+    const why = levelRefusal(this.level, k, this.open, move) || refusal(steps);
+    if (!why) this.open.push(move);
+    const verb = move.reduce ? "adds it" : "puts it in place of its own";
+    this.update(why ? `Refused: ${why}.` : `${move.src} sends ${part(move, chunks)} to ${dst}, which ${verb}.`);
+  }
+
+  runStep() {
+    if (!this.open.length) return this.say("This step has no moves yet: press a chunk, then a device.");
+    this.steps.push(this.open);
+    this.open = [];
+    const why = unfinished(this.schedule, this.level.k);
+    this.update(`Not yet: ${why}.`);
+    if (!why) this.complete("Every device has the whole sum");
+    this.timeline.go(this.steps.length - 1);
+    this.timeline.run(this.steps.length);
+  }
+
+  undo() {
+    if (!this.open.length) this.open = this.steps.pop() ?? [];
+    this.open.pop();
+    this.chosen = null;
+    this.update("");
+  }
+
+  get schedule() {
+    const steps = [...this.steps, this.open].filter((step) => step.length);
+    return { chunks: this.level.chunks, steps };
+  }
+
+  rows() {
+    const [{ k, chunks, target }, { steps }] = [this.level, this.schedule];
+    const most = Math.max(...costs(this.schedule, k, 4 * chunks).at(-1).sent) / 4;
+    const unit = chunks === 1 ? "in tensors" : `in chunks (a tensor has ${chunks})`;
+    return [
+      ["steps", steps.length, target.steps],
+      ["messages", steps.flat().length, target.messages],
+      [`sent by the busiest, ${unit}`, most, target.busiest],
+    ];
+  }
+
+  draw() {
+    this.parts.run.textContent = `Run step ${this.steps.length + 1}`;
+    this.timeline.go(this.steps.length, this.steps.map(() => 1000));
+    for (const target of this.targets.children) target.setAttribute("aria-pressed", target.isIn(this.chosen));
+    return stepsInPython(this.schedule);
+  }
+
+  /** Show the steps that have run; at the end, the moves of the open step wait. */
+  show(x) {
+    const i = Math.floor(x);
+    this.board.hold(holdings({ ...this.schedule, steps: this.steps }, this.level.k)[i]);
+    this.board.send(this.steps[i] ?? this.open, x - i);
+  }
+}
+
+start(SchedulePlayer, "schedule-player", "schedules");
+start(AllreducePuzzle, "allreduce-puzzle", "allreduce-levels");

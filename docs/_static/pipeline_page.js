@@ -1,0 +1,190 @@
+// The pages of chapter 12: a player that shows when each rank works on which micro-batch, and a
+// puzzle in which one gives the ranks their work. The rules are in pipeline.js.
+
+const [LEFT, TOP, ROW, BAR, STRIP] = [54, 6, 50, 26, 14]; // of a chart, in pixels
+
+/** The pixels of a unit of time: a chart fits, unless its numbers would become too small. */
+const unitOf = (total) => Math.min(Math.max(620 / total, 16), 40);
+
+/** Ranks as rows, passes as bars over time, and below each row how many activations it keeps. */
+class Chart {
+  /** Draw spans per rank up to a time; `most` activations are as high as the strip. */
+  constructor(svg, spans, { unit, total, most, split, target }) {
+    Object.assign(this, { svg, unit, total, bottom: TOP + ROW * spans.length });
+    const [width, height] = [LEFT + unit * total + 12, this.bottom + 24];
+    svg.replaceChildren();
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    svg.style.width = `${width}px`;
+    spans.forEach((own, rank) => this.drawRank(own, rank, most, split));
+    const every = [1, 2, 5, 10, 20, 50, 100].find((step) => step * unit >= 30);
+    for (let t = 0; t <= total; t += every) {
+      mark(svg, "path", { d: `M${this.x(t)} ${this.bottom}v5`, class: "tick" });
+      mark(svg, "text", { x: this.x(t), y: this.bottom + 18, class: "axis" }, t);
+    }
+    if (target) mark(svg, "path", { d: `M${this.x(target)} 0V${this.bottom}`, class: "target" });
+    this.veil = mark(svg, "rect", { y: 0, height: this.bottom, class: "veil" });
+    this.cursor = mark(svg, "path", { class: "cursor" });
+  }
+
+  x(t) { return LEFT + t * this.unit; }
+
+  drawRank(own, rank, most, split) {
+    const { svg, unit } = this;
+    const y = TOP + rank * ROW;
+    mark(svg, "text", { x: 0, y: y + 18, class: "rank" }, `rank ${rank}`);
+    mark(svg, "rect", { x: LEFT, y, width: unit * this.total, height: BAR, class: "idle" });
+    const firstStage = Math.min(...own.map(({ action }) => action.stage));
+    for (const { action, start, end } of own) {
+      const style = `${action.kind}${action.stage === firstStage ? "" : " second"}`;
+      const box = { x: this.x(start) + 0.5, y, width: Math.max((end - start) * unit - 1, 0), height: BAR };
+      mark(svg, "rect", { ...box, class: style });
+      if (box.width > 7 * `${action.microbatch}`.length)
+        mark(svg, "text", { x: box.x + box.width / 2, y: y + 17, class: style }, action.microbatch);
+    }
+    const floor = y + BAR + STRIP + 3;
+    const edges = kept(own, split).map(({ time, count }) => `H${this.x(time)}V${floor - (STRIP * count) / most}`);
+    mark(svg, "path", { d: `M${LEFT} ${floor}${edges.join("")}H${this.x(this.total)}V${floor}Z`, class: "kept" });
+  }
+
+  /** Veil what is still to come. */
+  show(now) {
+    const x = this.x(Math.min(now, this.total));
+    this.veil.setAttribute("x", x);
+    this.veil.setAttribute("width", this.x(this.total) - x);
+    this.cursor.setAttribute("d", `M${x} 0V${this.bottom + 4}`);
+    const box = this.svg.parentElement;
+    if (now) box.scrollLeft = x - box.clientWidth / 2;
+  }
+}
+
+class PipelinePlayer extends Player {
+  /** A schedule for this number of ranks and micro-batches, and its times, if there is one. */
+  plan(name, parts) {
+    const names = ["ranks", "microbatches", "backward", "weight", "transfer"];
+    const [p, m, backward, weight, transfer] = names.map((each) => Number(this.parts[each].value));
+    const words = this.schedules[name][`${p},${m}`];
+    if (!words) return { name, parts, spans: [], most: [], moments: [] };
+    const v = words[0].stages.length; // stages per rank
+    const orders = words.map(({ word, stages }) => spell(word, stages));
+    const spans = clock(orders, p * v, { forward: 1 / v, backward: backward / v, weight: weight / v, transfer });
+    const [split, moments] = [isSplit(orders), spans.flat().flatMap(({ start, end }) => [start, end])];
+    return { name, parts, v, split, spans, moments, most: spans.map((own) => mostKept(own, split) / v) };
+  }
+
+  totals({ spans }) {
+    if (!spans.length) return ["–", "takes multiples of the number of ranks as micro-batches"];
+    return [`${duration(spans)} units`, `${(100 * bubble(spans)).toFixed(1)} %`];
+  }
+
+  pace() {
+    const unit = Math.min(500, 20_000 / this.moments.at(-1)); // ms: at most 20 s in all
+    return this.moments.slice(1).map((end, i) => unit * (end - this.moments[i]));
+  }
+
+  timeInWords() { return `time ${Number(this.now.toFixed(2))} of ${this.moments.at(-1)}`; }
+
+  /** A row per schedule; and the charts, on one scale of time and of memory. */
+  compare() {
+    for (const output of this.root.querySelectorAll(".with-value output"))
+      output.textContent = output.previousElementSibling.value;
+    const plans = Object.keys(this.schedules).map((name) => this.plan(name));
+    const rows = plans.map((plan) => [this.nameOf(plan.name), ...this.totals(plan), plan.most.join(", ")]);
+    const shown = this.panels.map(({ name }) => name);
+    fill(this.parts.table, rows, (i) => shown.includes(plans[i].name));
+    const total = this.moments.at(-1);
+    const most = Math.max(...this.panels.flatMap((plan) => plan.most));
+    for (const plan of this.panels) {
+      plan.parts.caption.textContent = `${this.nameOf(plan.name)}: ${this.totals(plan).join(", bubble ")}`;
+      const size = { unit: unitOf(total), total, most: most * plan.v };
+      plan.chart = new Chart(plan.parts.drawing, plan.spans, { ...size, split: plan.split });
+    }
+  }
+
+  draw({ chart, parts, spans, split, v, most }, now) {
+    chart.show(now);
+    const rows = spans.map((own, rank) => {
+      const span = own.find(({ start, end }) => start <= now && now < end);
+      const keeps = kept(own, split).findLast(({ time }) => time <= now)?.count ?? 0;
+      return [rank, span ? `${span.action.kind} ${span.action.microbatch}` : "idle", keeps / v, most[rank]];
+    });
+    fill(parts.state, rows);
+  }
+}
+
+/** Give each rank its next pass, which runs as soon as it can; a level has a target. */
+class PipelinePuzzle extends Puzzle {
+  setUp() {
+    this.ranks = this.level.stages.map((stages) => ({ stages, word: "" }));
+    this.placed = []; // the ranks that got a pass, in this order
+    this.split = this.level.letters.includes("W");
+    this.parts.ranks.replaceChildren(...this.ranks.map((_, rank) => element("div", `rank ${rank} `)));
+    for (const [rank, line] of [...this.parts.ranks.children].entries())
+      line.append(...[...this.level.letters].map((letter) => this.button(rank, letter)));
+  }
+
+  button(rank, letter) {
+    const isSecond = letter !== letter.toUpperCase();
+    const button = element("button", "", `${KINDS[letter.toUpperCase()]} ${isSecond ? "second" : ""}`);
+    button.type = "button";
+    button.addEventListener("click", () => this.give(rank, letter));
+    return button;
+  }
+
+  /** The passes and their times, if all ranks work through their words; a pass takes a tick. */
+  spans(ranks = this.ranks) {
+    const orders = ranks.map(({ word, stages }) => spell(word, stages));
+    const numStages = ranks.flatMap(({ stages }) => stages).length;
+    return clock(orders, numStages, { backward: 1, weight: isSplit(orders) ? 1 : 0 });
+  }
+
+  give(rank, letter) {
+    const [{ word, stages }, m] = [this.ranks[rank], this.level.m];
+    const ranks = this.ranks.with(rank, { stages, word: word + letter });
+    const action = spell(word + letter, stages).at(-1);
+    const all = `stage ${action.stage} has made the ${action.kind} passes of all ${m} micro-batches`;
+    if (action.microbatch === m) return this.say(`Refused: ${all}.`);
+    try {
+      this.spans(ranks);
+    } catch (error) {
+      return this.say(`Refused: ${error.message}.`);
+    }
+    this.ranks = ranks;
+    this.placed.push(rank);
+    this.update(`Rank ${rank}: ${inWords(action)}.`);
+    const isLast = this.placed.length === m * this.level.letters.length * ranks.length;
+    if (isLast) this.complete("Each micro-batch has made all its passes");
+  }
+
+  undo() {
+    const last = this.ranks[this.placed.pop()];
+    if (last) last.word = last.word.slice(0, -1);
+    this.update("");
+  }
+
+  rows() {
+    const { target } = this.level;
+    const row = (own, r) => [`kept at most by rank ${r}`, mostKept(own, this.split), target.keeps[r]];
+    return [["ticks", duration(this.spans()), target.ticks], ...this.spans().map(row)];
+  }
+
+  draw() {
+    const { target, letters } = this.level;
+    const [[, ticks], ...keeps] = this.rows();
+    const total = Math.max(target.ticks, ticks);
+    const most = Math.max(...target.keeps, ...keeps.map(([, mine]) => mine));
+    const size = { unit: unitOf(total), total, most, split: this.split, target: target.ticks };
+    new Chart(this.parts.drawing, this.spans(), size);
+    this.ranks.forEach(({ word, stages }, rank) => {
+      const buttons = this.parts.ranks.children[rank].children;
+      [...letters].forEach((letter, i) => {
+        const action = spell(word + letter, stages).at(-1);
+        buttons[i].textContent = `${letter}${action.microbatch}`;
+        buttons[i].setAttribute("aria-label", inWords(action));
+      });
+    });
+    return ordersInPython(this.ranks);
+  }
+}
+
+start(PipelinePlayer, "pipeline-player", "pipelines");
+start(PipelinePuzzle, "pipeline-puzzle", "pipeline-levels");
