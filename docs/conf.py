@@ -1,6 +1,5 @@
 """Sphinx's configuration: make site. No notebook is run."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -68,20 +67,11 @@ if repository := os.environ.get("D2LPAR_REPOSITORY", "").rstrip("/"):
             "notebook_interface": "jupyterlab",
         },
     }
-PLAYERS = {
-    "notebooks/03_allreduce": "schedules",
-    "notebooks/12_pipeline_schedules": "pipelines",
-}
 
 
 def complete(app, docname: str, source: list[str]) -> None:
-    """Write the front page's list; let a chapter lead to the page that plays it."""
-    if docname in PLAYERS:
-        notebook = json.loads(source[0])
-        link = f"[Play with the schedules](../docs/{PLAYERS[docname]}.md)"
-        notebook["cells"][0]["source"] += [f"\n\n{link} of this chapter, step by step."]
-        source[0] = json.dumps(notebook)
-    elif docname.startswith("docs/"):
+    """Write the front page's list; let links to the repository lead to pages."""
+    if docname.startswith("docs/"):
         text = source[0].replace("CHAPTERS", website.chapter_list())
         text = text.replace("](../notebooks/exercises)", "](exercises.md)")
         source[0] = text.replace("](../README.md)", "](students.md)")

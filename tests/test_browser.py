@@ -103,7 +103,7 @@ def test_readers_find_their_way(page, site):
     for name in ("github.com", "colab.research.google.com/github"):
         path = "someone/d2lpar/blob/main/notebooks/03_allreduce.ipynb"
         assert f"{name}/{path}" in addresses
-    page.get_by_role("link", name="Play with the schedules").click()
+    page.get_by_role("link", name="plays the schedules").click()
     page.get_by_role("heading", name="Schedule player").wait_for()
     page.locator(".bd-article").get_by_role("link", name="puzzle").click()
     page.get_by_role("heading", name="Allreduce puzzle").wait_for()

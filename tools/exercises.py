@@ -94,6 +94,7 @@ def chapter_texts(name: str) -> dict[str, str]:
     )
     preface = re.sub(r"^.*\[With checks\].*$", "", preface, flags=re.M).strip()
     items = [textwrap.dedent("   " + item).strip() for item in items]
+    items = [item.replace("](../", "](../../") for item in items]  # a folder deeper
     return {"": preface} | {f"## Exercise {i}": item for i, item in enumerate(items, 1)}
 
 
