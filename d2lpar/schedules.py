@@ -183,23 +183,27 @@ def check_steps(steps: Steps, k: int) -> None:
             for chunk in chunks:
                 sent[m.src, chunk].append(m)
                 written[m.dst, chunk].append(m)
-        for (participant, chunk), moves in written.items():
-            if not can_be_one_step(sent[participant, chunk], moves, step):
-                raise ValueError(
-                    f"in step {number} participant {participant} sends chunk {chunk}"
-                    " while it is overwritten, or takes it twice: use two steps, or let"
-                    " two exchange the chunk and both reduce it"
-                )
+        for (r, chunk), moves in written.items():
+            if problem := conflict(sent[r, chunk], moves, step):
+                where = f"in step {number} chunk {chunk} of participant {r}"
+                raise ValueError(f"{where} {problem}")
 
 
-def can_be_one_step(sent: list[Move], written: list[Move], step: list[Move]) -> bool:
-    """Tell whether a chunk may be sent and written by these moves of a step."""
+def conflict(sent: list[Move], written: list[Move], step: list[Move]) -> str:
+    """Return why a chunk cannot be sent and written by these moves of a step, if so."""
     if not sent:
-        return len(written) == 1 or all(m.reduce for m in written)
+        if len(written) == 1 or all(m.reduce for m in written):
+            return ""
+        return "is taken twice, and not reduced both times: use two steps"
     m = sent[0]  # else it must be exchanged, and nothing else between the two
     back = Move(m.dst, m.src, m.chunk, True)
     between = [move for move in step if {move.src, move.dst} == {m.src, m.dst}]
-    return m.reduce and [*sent, *written] == [m, back] and len(between) == 2
+    if m.reduce and [*sent, *written] == [m, back] and len(between) == 2:
+        return ""
+    return (
+        "is sent, and the same step changes it: use two steps, or let two exchange it"
+        " and both reduce it"
+    )
 
 
 @lru_cache(maxsize=128)

@@ -98,7 +98,8 @@ def test_a_wrong_schedule_is_refused_with_what_it_leaves(wrong):
 
 
 NOT_BETWEEN, NO_CHUNK = r"Move\(.* is not between two of 3", r"Move\(.* names no chunk"
-TORN = r"in step 2 participant \d sends chunk [01] while it is overwritten, or takes"
+TORN = r"in step 2 chunk [01] of participant \d is sent, and the same step changes it"
+TWICE = r"in step 2 chunk [01] of participant 2 is taken twice, and not reduced both"
 REFUSED = [
     ([Move(0, 3, 0, True)], NOT_BETWEEN),
     ([Move(-1, 0, 0, True)], NOT_BETWEEN),
@@ -107,9 +108,9 @@ REFUSED = [
     ([Move(0, 1, range(-1, 1), True)], NO_CHUNK),
     ([Move(0, 1, range(0, 4, 2), True)], NO_CHUNK),
     ([Move(0, 1, range(2, 2), True)], NO_CHUNK),
-    ([Move(0, 2, None, False), Move(1, 2, None, False)], TORN),
-    ([Move(0, 2, None, True), Move(1, 2, None, False)], TORN),
-    ([Move(0, 2, range(2), False), Move(1, 2, 1, True)], TORN),
+    ([Move(0, 2, None, False), Move(1, 2, None, False)], TWICE),
+    ([Move(0, 2, None, True), Move(1, 2, None, False)], TWICE),
+    ([Move(0, 2, range(2), False), Move(1, 2, 1, True)], TWICE),
     (changed(lambda k: [swap(None)], reduce=False)(2)[0], TORN),
     ([Move(0, 1, None, True), Move(1, 0, None, False)], TORN),
     ([Move(0, 1, None, True), Move(1, 2, None, True)], TORN),  # a ring at once

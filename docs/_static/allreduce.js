@@ -10,28 +10,31 @@ function refusal(steps) {
     const [sent, written] = [{}, {}];
     for (const move of step) {
       for (let c = move.first; c < move.end; c++) {
-        (sent[`${move.src} sends chunk ${c}`] ??= []).push(move);
-        (written[`${move.dst} sends chunk ${c}`] ??= []).push(move);
+        (sent[`${move.src} ${c}`] ??= []).push(move);
+        (written[`${move.dst} ${c}`] ??= []).push(move);
       }
     }
-    for (const [who, moves] of Object.entries(written)) {
-      if (canBeOneStep(sent[who] ?? [], moves, step)) continue;
-      const how = "use two steps, or let two exchange the chunk and both reduce it";
-      return `in step ${i + 1} participant ${who} while it is overwritten, or takes it twice: ${how}`;
+    for (const [where, moves] of Object.entries(written)) {
+      const problem = conflict(sent[where] ?? [], moves, step);
+      const [participant, chunk] = where.split(" ");
+      if (problem) return `in step ${i + 1} chunk ${chunk} of participant ${participant} ${problem}`;
     }
   }
   return "";
 }
 
-/** Whether a chunk may be sent and written by these moves of a step. */
-function canBeOneStep(sent, written, step) {
-  if (!sent.length) return written.length === 1 || written.every((move) => move.reduce);
+/** Why a chunk cannot be sent and written by these moves of a step, or "". */
+function conflict(sent, written, step) {
+  const isFine = written.length === 1 || written.every((move) => move.reduce);
+  if (!sent.length) return isFine ? "" : "is taken twice, and not reduced both times: use two steps";
   const [there, back] = [sent[0], written[0]]; // it must be exchanged, and nothing else between
   const [a, b] = [there.src, there.dst];
   const between = step.filter(({ src, dst }) => (src === a && dst === b) || (src === b && dst === a));
   const alone = sent.length === 1 && written.length === 1 && between.length === 2;
   const isBack = back.src === b && back.first === there.first && back.end === there.end;
-  return alone && isBack && there.reduce && back.reduce;
+  const advice = "use two steps, or let two exchange it and both reduce it";
+  const isExchange = alone && isBack && there.reduce && back.reduce;
+  return isExchange ? "" : `is sent, and the same step changes it: ${advice}`;
 }
 
 /** Why a move cannot join the last step under a level's own rules, or "" if it can. */

@@ -188,7 +188,7 @@ MISMATCHES = [
     ("barrier()", "barrier(timeout=0)", "no data", "ValueError: timeout must be"),
     ("allreduce(t)", "allreduce([1.0])", "sum", "TypeError: the tensor is a list"),
     ("broadcast(t)", "broadcast(t, 9)", "from", "ValueError: src is 9, but the group"),
-    ("allreduce(t)", "allreduce(t, swap)", "sum", "while it is overwritten"),
+    ("allreduce(t)", "allreduce(t, swap)", "sum", "the same step changes it"),
     ("barrier()", "allreduce(t.requires_grad_())", "barrier", "requires gradients"),
     ("all_to_all([t] * k)", "all_to_all([])", "of rows", "0 parts for"),
     ("barrier()", "all_to_all([t, t.int(), t][:k])", "barrier", "not all parts have"),
