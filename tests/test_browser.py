@@ -154,9 +154,9 @@ def test_the_players_show_what_python_counts_and_obey_the_keyboard(page, site):
         clock(each, 1 / v, 1 / v, 1 / v, transfer=0.5)
         for each, v in zip(orders, (1, 1, 1, 2, 1, 2))
     ]
-    ends = [f"{max(own[-1].end for own in s):g} units" for s in spans]
-    idle = [f"{100 * bubble(s):.1f} %" for s in spans]
-    assert [row[1:3] for row in rows(page, "table")] == [*map(list, zip(ends, idle))]
+    found = [f"{max(own[-1].end for own in each):g} units" for each in spans]
+    found = [f"{a}, {100 * bubble(b):.1f} % idle" for a, b in zip(found, spans)]
+    assert [row[1] for row in rows(page, "table")] == found
 
 
 def press(page, label):
@@ -175,10 +175,10 @@ def test_a_ring_is_placed_with_the_keyboard_and_copied(page, site):
         press(page, f"device {move.dst}")
     with pytest.raises(ValueError) as refused:
         schedules.check_steps([wrong, *steps], 4)
-    assert texts(page, "said") == [f"Refused: {refused.value}."]
+    assert texts(page, "said") == [f"Refused, and not placed: {refused.value}."]
     press(page, "Start again")
     for number, step in enumerate(steps, start=1):
-        way = "added" if step[0].reduce else "put in place of the old"
+        way = "is added" if step[0].reduce else "replaces what is there"
         page.get_by_role("radio", name=way).press("Space")
         for move in step:
             press(page, f"chunk {move.chunk} of device {move.src}")
@@ -195,14 +195,16 @@ def test_a_ring_is_placed_with_the_keyboard_and_copied(page, site):
 
 @pytest.mark.parametrize("number", range(len(website.PIPELINE_LEVELS)))
 def test_a_pipeline_is_placed_with_the_keyboard_and_copied(page, site, number):
-    _, name, p, m, _ = website.PIPELINE_LEVELS[number]
+    name, p, m = website.PIPELINE_LEVELS[number]
     visit(page, site, f"docs/pipeline_puzzle.html#level={number}", PHONE)
     orders = website.PIPELINES[name](p, m)
     press(page, f"backward pass of micro-batch 0 on stage {orders[-1][0].stage}")
     assert texts(page, "said")[0].startswith("Refused: tick 0: ")
     for action in chain(*play(orders)):
         press(page, str(action))
-    assert texts(page, "said") == ["Solved. Each micro-batch has made all its passes."]
+    end = "Solved. All micro-batches are through."
+    end += " This was the last level." * (number == len(website.PIPELINE_LEVELS) - 1)
+    assert texts(page, "said") == [end]
     assert all(row[1] == row[2] for row in rows(page, "targets"))
     names = {"spell": spell}
     exec(texts(page, "python")[0], names)

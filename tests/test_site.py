@@ -136,23 +136,28 @@ def test_the_page_judges_a_pipeline_as_python_does():
 
 
 def test_each_level_lets_its_own_schedule_pass_and_refuses_others():
-    levels = website.allreduce_levels()
-    calls = []
-    for level, (_, name, k, *_) in zip(levels, website.ALLREDUCE_LEVELS):
+    levels, calls = website.allreduce_levels(), []
+    for level, (name, k, _) in zip(levels, website.ALLREDUCE_LEVELS):
         for step in website.exported_schedule(website.SCHEDULES[name](k))["steps"]:
             for i, move in enumerate(step):
                 calls.append(["levelRefusal", level, k, step[:i], move])
     assert set(in_node("allreduce.js", calls)) == {""}
-    ring = next(level for level in levels if level["name"] == "Ring of four")
-    a_move = {"src": 0, "dst": 1, "first": 0, "end": 1, "reduce": True}
-    for change, says in (
-        ({"dst": 2}, "in this level 0 sends to 1 only, its neighbour"),
-        ({}, "in this level each sends one message in a step, and 0 sends one already"),
-        ({"src": 3, "dst": 1}, "in this level 3 sends to 0 only"),
+    ring, tree = levels[3:5]
+    first = {"src": 0, "dst": 1, "first": 0, "end": 1, "reduce": True}
+    for level, change, says in (
+        (ring, {"dst": 2}, "0 sends to 1 only, its neighbour"),
+        (ring, {"src": 3, "dst": 1}, "3 sends to 0 only, its neighbour"),
+        (ring, {}, "each sends one message in a step, and 0 sends one already"),
+        (tree, {"src": 2}, "each takes one message in a step, and 1 takes one already"),
     ):
-        call = ["levelRefusal", ring, 4, [a_move], a_move | change]
-        assert in_node("allreduce.js", [call])[0].startswith(says)
-    tree = next(level for level in levels if level["name"] == "Tree")
-    call = ["levelRefusal", tree, 4, [a_move], a_move | {"src": 2}]
-    says = "in this level each takes one message in a step, and 1 takes one already"
-    assert in_node("allreduce.js", [call]) == [says]
+        call = ["levelRefusal", level, 4, [first], first | change]
+        assert in_node("allreduce.js", [call]) == [f"in this level {says}"]
+
+
+def test_the_pages_have_as_many_levels_as_there_are_targets():
+    for page, levels in (
+        ("allreduce", website.ALLREDUCE_LEVELS),
+        ("pipeline", website.PIPELINE_LEVELS),
+    ):
+        text = (ROOT / "docs" / f"{page}_puzzle.md").read_text("utf-8")
+        assert text.count("<option value=") == text.count("    <p>") == len(levels)

@@ -19,114 +19,24 @@ NAMES = ["sequential", "gpipe", "one_f_one_b", "interleaved", "zero_bubble"]
 NAMES += ["zero_bubble_v"]
 PIPELINES = {name: getattr(pipeline_schedules, name) for name in NAMES}
 
-# The puzzles' levels: a name, a schedule that meets the target, its size, what to do.
-# "neighbours": each sends to the next one only; "single": one message in and one out.
+# The puzzles' levels: a schedule that meets the target, its size, and for an allreduce
+# the rules. "neighbours": each sends to the next one only; "single": in a step each
+# sends one message and takes one. The pages have the names, and say what to do.
 ALLREDUCE_LEVELS = [
-    (
-        "A first sum",
-        "star",
-        2,
-        "",
-        """Each of two devices holds a number, and needs the
-sum of both. Let device 1 send its own to device 0, which adds it. Run the step. Then
-let device 0 send the sum back: device 1 replaces its number with it.""",
-    ),
-    (
-        "Star",
-        "star",
-        4,
-        "",
-        """Four devices, and the same idea: all send to one, which
-adds them up and sends the sum to all. A step may have many moves.""",
-    ),
-    (
-        "Ring of three",
-        "ring",
-        3,
-        "neighbours single",
-        """Each tensor is cut into three
-chunks, the columns. Each device sends to its neighbour only, and one chunk in a step is
-enough. First let the sums travel round and grow, then let complete sums travel on.""",
-    ),
-    (
-        "Ring of four",
-        "ring",
-        4,
-        "neighbours single",
-        """The same with four devices and
-four chunks. Copy your list when it is done: exercise 3 of chapter 3 trains with it.""",
-    ),
-    (
-        "Tree",
-        "tree",
-        4,
-        "single",
-        """Whole tensors again, but now each device sends one
-message in a step, and takes one. Pairs add up first, then pairs of pairs.""",
-    ),
-    (
-        "Halving and doubling",
-        "halving_doubling",
-        4,
-        "single",
-        """Partners swap halves,
-then quarters, and back again. Press two chunks that stand side by side, and both, with
-what is between them, travel as one message.""",
-    ),
+    ("star", 2, ""),
+    ("star", 4, ""),
+    ("ring", 3, "neighbours single"),
+    ("ring", 4, "neighbours single"),
+    ("tree", 4, "single"),
+    ("halving_doubling", 4, "single"),
 ]
 PIPELINE_LEVELS = [
-    (
-        "A first pipeline",
-        "gpipe",
-        2,
-        2,
-        """Two ranks hold a half of the network each, and
-two micro-batches, 0 and 1, go through it. Press F0 of rank 0: its forward pass. Its
-result goes to rank 1. A backward pass comes from the last rank.""",
-    ),
-    (
-        "GPipe",
-        "gpipe",
-        3,
-        4,
-        """Three ranks, four micro-batches: all forward, then all
-backward. The dark strip below a rank shows how many micro-batches it keeps.""",
-    ),
-    (
-        "1F1B",
-        "one_f_one_b",
-        3,
-        4,
-        """The same number of ticks, and less memory: run a
-backward pass as soon as you can. Copy your list when it is done: exercise 2 of chapter
-12 runs it on three processes.""",
-    ),
-    (
-        "Interleaved",
-        "interleaved",
-        2,
-        4,
-        """Each rank has two short stages, the second
-one in small letters: micro-batches go round the ranks twice. Forward passes go in
-rounds of two micro-batches, first on one stage, then on the other.""",
-    ),
-    (
-        "Zero bubble",
-        "zero_bubble",
-        3,
-        4,
-        """A backward pass is cut in two: B, for which
-the rank before it waits, and W, the gradient of the weights, for which nobody waits.
-Fill the gaps with W.""",
-    ),
-    (
-        "V",
-        "zero_bubble_v",
-        2,
-        4,
-        """Micro-batches go down the ranks, and up again: rank 0
-has the first stage and the last one. The target is that of ZB-V.""",
-    ),
+    ("gpipe", 2, 2),
+    ("gpipe", 3, 4),
+    ("one_f_one_b", 3, 4),
+    ("interleaved", 2, 4),
+    ("zero_bubble", 3, 4),
+    ("zero_bubble_v", 2, 4),
 ]
 
 
@@ -163,13 +73,13 @@ def exported_pipeline(orders: list) -> list[dict]:
 def allreduce_levels() -> list[dict]:
     """Return the allreduce puzzle's levels; the schedule itself sets the target."""
     levels = []
-    for title, name, k, rules, text in ALLREDUCE_LEVELS:
+    for name, k, rules in ALLREDUCE_LEVELS:
         steps = SCHEDULES[name](k)
-        c = schedules.cost(SCHEDULES[name], k, 4 * schedules.num_chunks(steps))
+        n = schedules.num_chunks(steps)
+        c = schedules.cost(SCHEDULES[name], k, 4 * n)
         target = {"steps": len(steps), "messages": sum(map(len, steps))}
         target["busiest"] = max(c.sent(r) for r in range(k)) // 4
-        level = {"name": title, "k": k, "chunks": schedules.num_chunks(steps)}
-        level |= {"text": " ".join(text.split()), "target": target}
+        level = {"k": k, "chunks": n, "target": target}
         levels.append(level | dict.fromkeys(rules.split(), True))
     return levels
 
@@ -177,15 +87,15 @@ def allreduce_levels() -> list[dict]:
 def pipeline_levels() -> list[dict]:
     """Return the pipeline puzzle's levels; the schedule itself sets the target."""
     levels = []
-    for title, name, p, m, text in PIPELINE_LEVELS:
+    for name, p, m in PIPELINE_LEVELS:
         orders = PIPELINES[name](p, m)
         stages = [rank["stages"] for rank in exported_pipeline(orders)]
         letters = "FBW" if is_split(orders) else "FB"
-        target = {"ticks": len(play(orders))}
-        target["keeps"] = [max(kept(order)) for order in orders]
-        level = {"name": title, "m": m, "stages": stages, "target": target}
-        level |= {"letters": letters + letters.lower() * (len(stages[0]) == 2)}
-        levels.append(level | {"text": " ".join(text.split())})
+        letters += letters.lower() * (len(stages[0]) == 2)
+        keeps = [max(kept(order)) for order in orders]
+        target = {"ticks": len(play(orders)), "keeps": keeps}
+        level = {"m": m, "stages": stages, "letters": letters, "target": target}
+        levels.append(level)
     return levels
 
 

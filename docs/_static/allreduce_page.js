@@ -10,7 +10,8 @@ const bytes = (n) => withUnit(n, "B", [[1e9, "G"], [1e6, "M"], [1e3, "k"], [1, "
 const time = (s) => withUnit(s, "s", [[1, ""], [1e-3, "m"], [1e-6, "µ"]]);
 const part = ({ first, end }, chunks) => {
   if (end - first === chunks) return "the whole tensor";
-  return end - first > 1 ? `chunks ${first} to ${end - 1}` : `chunk ${first}`;
+  if (end - first === 1) return `chunk ${first}`;
+  return `chunks ${first} ${end - first === 2 ? "and" : "to"} ${end - 1}`;
 };
 
 const DISC = 15; // a device's radius
@@ -103,10 +104,10 @@ class Board {
 /** A step in words, as one would read it out. */
 function stepInWords(step, chunks) {
   const count = (end) => Math.max(...step.map((move) => step.filter((m) => m[end] === move[end]).length));
-  const verb = step.some((move) => move.reduce) ? "added" : "copied";
-  const parts = step.map((move) => `${move.src} sends ${part(move, chunks)} to ${move.dst}`);
+  const how = step.some((move) => move.reduce) ? "is added" : "replaces what is there";
+  const parts = step.map((move) => `device ${move.src} sends ${part(move, chunks)} to ${move.dst}`);
   const many = `${step.length} messages: the busiest device sends ${count("src")} and takes ${count("dst")}`;
-  return `${step.length > 8 ? many : parts.join("; ")}. What arrives is ${verb}.`;
+  return `${step.length > 8 ? many : parts.join("; ")}. What arrives ${how}.`;
 }
 
 class SchedulePlayer extends Player {
@@ -163,13 +164,16 @@ class AllreducePuzzle extends Puzzle {
   constructor(root, levels) {
     super(root, levels);
     this.parts.run.addEventListener("click", () => this.runStep());
+    this.parts.undo.addEventListener("click", () => this.undo());
     this.parts.board.addEventListener("keydown", (event) => this.pressKey(event));
     this.timeline = new Timeline(this.parts, (x) => this.show(x));
   }
 
+  empty() { return { steps: [], open: [] }; } // the steps that have run, and the moves of the next
+
   setUp() {
     const { k, chunks } = this.level;
-    Object.assign(this, { steps: [], open: [], chosen: null });
+    this.chosen = null;
     this.board = new Board(this.parts.board, k, chunks, 24);
     this.targets = mark(this.parts.board, "g", { class: "targets" });
     for (let r = 0; r < k; r++) {
@@ -204,44 +208,50 @@ class AllreducePuzzle extends Puzzle {
   press(r, c) {
     const { chosen } = this;
     if (chosen && r !== chosen.src) return this.send(r);
-    if (c < 0) return this.say(chosen ? "Now press the device that takes it." : "First press a chunk.");
+    if (c < 0) return this.say(chosen ? "Now press another device." : "First press a chunk.");
     const [first, end] = [Math.min(chosen?.first ?? c, c), Math.max(chosen?.end ?? 0, c + 1)];
     const isSame = first === chosen?.first && end === chosen.end;
     this.chosen = isSame ? null : { src: r, first, end };
-    this.update(isSame ? "" : `${r} sends ${part(this.chosen, this.level.chunks)}: who takes it?`);
+    const what = part({ first, end }, this.level.chunks);
+    this.update(isSame ? "Nothing is chosen." : `Device ${r} sends ${what}. Now press the device that takes this.`);
   }
 
   send(dst) {
-    const { k, chunks } = this.level;
-    const move = { ...this.chosen, dst, reduce: this.parts.add.checked };
+    const [{ k, chunks }, { steps, open }, { chosen }] = [this.level, this.state, this];
+    const move = { ...chosen, dst, reduce: this.parts.add.checked };
     this.chosen = null;
-    const steps = [...this.steps, [...this.open, move]];
-    const why = levelRefusal(this.level, k, this.open, move) || refusal(steps);
-    if (!why) this.open.push(move);
-    const verb = move.reduce ? "adds it" : "puts it in place of its own";
-    this.update(why ? `Refused: ${why}.` : `${move.src} sends ${part(move, chunks)} to ${dst}, which ${verb}.`);
+    const why = levelRefusal(this.level, k, open, move) || refusal([...steps, [...open, move]]);
+    if (why) return this.update(`Refused, and not placed: ${why}.`);
+    open.push(move);
+    const how = move.reduce ? "It is added." : "It replaces what is there.";
+    this.update(`Device ${move.src} sends ${part(move, chunks)} to device ${dst}. ${how}`);
   }
 
   runStep() {
-    if (!this.open.length) return this.say("This step has no moves yet: press a chunk, then a device.");
-    this.steps.push(this.open);
-    this.open = [];
-    const why = unfinished(this.schedule, this.level.k);
-    this.update(`Not yet: ${why}.`);
+    const [{ k, chunks, target }, { steps, open }] = [this.level, this.state];
+    if (!open.length) return this.say("This step has no moves yet: press a chunk, then a device.");
+    steps.push(open);
+    this.state.open = [];
+    const why = unfinished(this.schedule, k);
+    const sums = holdings(this.schedule, k).at(-1).flat().filter((held) => held.length === k).length;
+    const soFar = `Step ${steps.length} has run: ${sums} of ${k * chunks} sums are whole.`;
+    this.update(steps.length < target.steps ? soFar : `Not yet: ${why}.`);
     if (!why) this.complete("Every device has the whole sum");
-    this.timeline.go(this.steps.length - 1);
-    this.timeline.run(this.steps.length);
+    this.timeline.go(steps.length - 1);
+    this.timeline.run(steps.length);
   }
 
+  /** Take back the last move; or open the last step again. */
   undo() {
-    if (!this.open.length) this.open = this.steps.pop() ?? [];
-    this.open.pop();
+    const { steps, open } = this.state;
+    const isBack = !open.pop() && steps.length;
+    if (isBack) this.state.open = steps.pop();
     this.chosen = null;
-    this.update("");
+    this.update(isBack ? `Step ${steps.length + 1} is open again.` : "");
   }
 
   get schedule() {
-    const steps = [...this.steps, this.open].filter((step) => step.length);
+    const steps = [...this.state.steps, this.state.open].filter((step) => step.length);
     return { chunks: this.level.chunks, steps };
   }
 
@@ -250,24 +260,25 @@ class AllreducePuzzle extends Puzzle {
     const most = Math.max(...costs(this.schedule, k, 4 * chunks).at(-1).sent) / 4;
     const unit = chunks === 1 ? "in tensors" : `in chunks (a tensor has ${chunks})`;
     return [
-      ["steps", steps.length, target.steps],
-      ["messages", steps.flat().length, target.messages],
-      [`sent by the busiest, ${unit}`, most, target.busiest],
+      ["Steps", steps.length, target.steps],
+      ["Messages", steps.flat().length, target.messages],
+      [`Sent by the busiest device, ${unit}`, most, target.busiest],
     ];
   }
 
   draw() {
-    this.parts.run.textContent = `Run step ${this.steps.length + 1}`;
-    this.timeline.go(this.steps.length, this.steps.map(() => 1000));
+    const { steps } = this.state;
+    this.parts.run.textContent = `Run step ${steps.length + 1}`;
+    this.timeline.go(steps.length, steps.map(() => 1000));
     for (const target of this.targets.children) target.setAttribute("aria-pressed", target.isIn(this.chosen));
     return stepsInPython(this.schedule);
   }
 
   /** Show the steps that have run; at the end, the moves of the open step wait. */
   show(x) {
-    const i = Math.floor(x);
-    this.board.hold(holdings({ ...this.schedule, steps: this.steps }, this.level.k)[i]);
-    this.board.send(this.steps[i] ?? this.open, x - i);
+    const [i, { steps, open }] = [Math.floor(x), this.state];
+    this.board.hold(holdings({ ...this.schedule, steps }, this.level.k)[i]);
+    this.board.send(steps[i] ?? open, x - i);
   }
 }
 

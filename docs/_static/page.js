@@ -55,7 +55,7 @@ class Timeline {
     Object.assign(this, { parts, show, settled, x: 0, until: null, frame: 0, loops: false });
     const { back, forward, play, position } = parts;
     position?.addEventListener("input", () => this.go(Number(position.value)));
-    back?.addEventListener("click", () => this.go(Math.max(Math.ceil(this.x) - 1, 0)));
+    back?.addEventListener("click", () => this.go(Math.ceil(this.x) - 1));
     forward?.addEventListener("click", () => this.step());
     play.addEventListener("click", () => (this.isPlaying ? this.go(this.x) : this.play()));
   }
@@ -65,7 +65,7 @@ class Timeline {
     cancelAnimationFrame(this.frame);
     Object.assign(this, { durations, until: null, isPlaying: false });
     this.parts.play.textContent = "Play";
-    this.draw(Math.min(x, durations.length));
+    this.draw(Math.min(Math.max(x, 0), durations.length));
     this.settled();
   }
 
@@ -110,7 +110,7 @@ class Timeline {
  *  Each has its own plan(name, parts) with `moments`, draw(panel, now), compare() and pace(). */
 class Player {
   constructor(root, schedules) {
-    Object.assign(this, { root, schedules, parts: partsOf(root), now: 0 });
+    Object.assign(this, { root, schedules, parts: partsOf(root) });
     this.controls = [...root.querySelectorAll(".controls [data-part]")];
     for (const input of this.controls) input.addEventListener("input", () => this.choose());
     this.timeline = new Timeline(this.parts, (x) => this.show(x), () => this.settle());
@@ -118,13 +118,13 @@ class Player {
   }
 
   begin() {
-    this.choose(this.controls.length && readAddress(this.parts).moment);
+    this.choose(this.controls.length && (Number(readAddress(this.parts).moment) || 0));
     if (this.timeline.loops && !STILL.matches) this.timeline.play();
   }
 
   nameOf(name) { return this.parts.schedule.querySelector(`[value=${name}]`)?.text ?? name; }
 
-  /** Show what the controls say, at a moment, or at the time that is shown. */
+  /** Show what the controls say, at a moment, or where as much of the time has passed as before. */
   choose(moment) {
     const { schedule, beside, panels, panel } = this.parts;
     const names = [schedule.value, beside.value].filter(Boolean);
@@ -132,9 +132,9 @@ class Player {
     this.panels = names.map((name, i) => this.plan(name, partsOf(panels.children[i])));
     const moments = [0, ...this.panels.flatMap((plan) => plan.moments)].sort((a, b) => a - b);
     this.moments = moments.filter((now, i) => !i || now > moments[i - 1] * (1 + 1e-9));
-    this.compare?.();
-    const same = this.moments.findLastIndex((now) => now <= this.now);
-    this.timeline.go(Number(moment ?? same), this.pace());
+    this.compare();
+    const now = this.part * this.moments.at(-1) * (1 + 1e-9);
+    this.timeline.go(moment ?? this.moments.findLastIndex((end) => end <= now), this.pace());
   }
 
   /** Draw all schedules at x: between two moments, time passes evenly. */
@@ -142,6 +142,7 @@ class Player {
     const i = Math.min(Math.floor(x), this.moments.length - 1);
     const [begin, end] = [this.moments[i], this.moments[i + 1] ?? this.moments[i]];
     this.now = begin + (x - i) * (end - begin);
+    this.part = this.now / (this.moments.at(-1) || 1);
     for (const panel of this.panels) this.draw(panel, this.now);
     this.parts.count.textContent = this.timeInWords();
     this.parts.position.setAttribute("aria-valuetext", this.timeInWords());
@@ -153,16 +154,17 @@ class Player {
 }
 
 /** What both puzzles share: levels, targets, a list that grows as Python, and what is said. Each
- *  has its own setUp(), undo(), rows() of targets, and draw(), which returns the list as Python. */
+ *  has its own empty() state, setUp(), rows() of targets, and draw(), which returns Python. */
 class Puzzle {
   constructor(root, levels) {
-    Object.assign(this, { levels, parts: partsOf(root) });
-    const { level, undo, again, next, copy, python } = this.parts;
-    level.append(...levels.map(({ name }, i) => new Option(`${i + 1}. ${name}`, i)));
+    Object.assign(this, { levels, parts: partsOf(root), states: [] });
+    const { level, again, next, copy, python } = this.parts;
     readAddress(this.parts);
     level.addEventListener("input", () => this.begin());
-    again.addEventListener("click", () => this.begin());
-    undo.addEventListener("click", () => this.undo());
+    again.addEventListener("click", () => {
+      delete this.states[level.selectedIndex];
+      this.begin();
+    });
     copy.addEventListener("click", () => {
       getSelection().selectAllChildren(python); // where the page may not copy, the reader can
       navigator.clipboard?.writeText(python.textContent).then(() => this.say("Copied."));
@@ -170,13 +172,16 @@ class Puzzle {
     next.addEventListener("click", () => {
       level.selectedIndex += 1;
       this.begin();
-      level.focus();
+      root.querySelector("[role=button], .ranks button").focus();
     });
   }
 
+  /** Begin a level, or go on where one left it. */
   begin() {
-    this.level = this.levels[this.parts.level.value];
-    this.parts.text.textContent = this.level.text;
+    const i = this.parts.level.selectedIndex;
+    this.level = this.levels[i];
+    this.state = this.states[i] ??= this.empty();
+    [...this.parts.texts.children].forEach((text, j) => (text.hidden = i !== j));
     writeAddress([this.parts.level], {});
     this.setUp();
     this.update("");
@@ -192,9 +197,14 @@ class Puzzle {
 
   /** Say that the list is complete, and whether it meets the targets. */
   complete(words) {
-    const isMissed = this.rows().some(([, mine, target]) => mine > target);
-    this.parts.next.hidden = isMissed || this.parts.level.selectedIndex === this.levels.length - 1;
-    this.say(isMissed ? `${words}, but a target is missed: undo, or start again.` : `Solved. ${words}.`);
+    const missed = this.rows().find(([, mine, target]) => mine > target);
+    const { level, next } = this.parts;
+    if (missed) return this.say(`${words}, but a target is missed. ${missed[0]}: ${missed.slice(1).join(", not ")}.`);
+    const isLast = level.selectedIndex === this.levels.length - 1;
+    const option = level.selectedOptions[0];
+    option.text = `${option.text.replace(" ✓", "")} ✓`;
+    next.hidden = isLast;
+    this.say(`Solved. ${words}.${isLast ? " This was the last level." : ""}`);
   }
 
   say(words) { this.parts.said.textContent = words; }

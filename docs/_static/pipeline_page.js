@@ -3,6 +3,8 @@
 
 const [LEFT, TOP, ROW, BAR, STRIP] = [54, 6, 50, 26, 14]; // of a chart, in pixels
 
+const UNDO = "⌫";
+
 /** The pixels of a unit of time: a chart fits, unless its numbers would become too small. */
 const unitOf = (total) => Math.min(Math.max(620 / total, 16), 40);
 
@@ -10,7 +12,7 @@ const unitOf = (total) => Math.min(Math.max(620 / total, 16), 40);
 class Chart {
   /** Draw spans per rank up to a time; `most` activations are as high as the strip. */
   constructor(svg, spans, { unit, total, most, split, target }) {
-    Object.assign(this, { svg, unit, total, bottom: TOP + ROW * spans.length });
+    Object.assign(this, { svg, unit, total, end: duration(spans), bottom: TOP + ROW * spans.length });
     const [width, height] = [LEFT + unit * total + 12, this.bottom + 24];
     svg.replaceChildren();
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -43,7 +45,7 @@ class Chart {
     }
     const floor = y + BAR + STRIP + 3;
     const edges = kept(own, split).map(({ time, count }) => `H${this.x(time)}V${floor - (STRIP * count) / most}`);
-    mark(svg, "path", { d: `M${LEFT} ${floor}${edges.join("")}H${this.x(this.total)}V${floor}Z`, class: "kept" });
+    mark(svg, "path", { d: `M${LEFT} ${floor}${edges.join("")}H${this.x(this.end)}V${floor}Z`, class: "kept" });
   }
 
   /** Veil what is still to come. */
@@ -63,17 +65,15 @@ class PipelinePlayer extends Player {
     const names = ["ranks", "microbatches", "backward", "weight", "transfer"];
     const [p, m, backward, weight, transfer] = names.map((each) => Number(this.parts[each].value));
     const words = this.schedules[name][`${p},${m}`];
-    if (!words) return { name, parts, spans: [], most: [], moments: [] };
+    const title = this.nameOf(name);
+    if (!words) return { title, parts, spans: [], most: [], moments: [], words: `needs a multiple of ${p} micro-batches` };
     const v = words[0].stages.length; // stages per rank
     const orders = words.map(({ word, stages }) => spell(word, stages));
     const spans = clock(orders, p * v, { forward: 1 / v, backward: backward / v, weight: weight / v, transfer });
     const [split, moments] = [isSplit(orders), spans.flat().flatMap(({ start, end }) => [start, end])];
-    return { name, parts, v, split, spans, moments, most: spans.map((own) => mostKept(own, split) / v) };
-  }
-
-  totals({ spans }) {
-    if (!spans.length) return ["–", "takes multiples of the number of ranks as micro-batches"];
-    return [`${duration(spans)} units`, `${(100 * bubble(spans)).toFixed(1)} %`];
+    const most = spans.map((own) => mostKept(own, split) / v);
+    const found = `${duration(spans)} units, ${(100 * bubble(spans)).toFixed(1)} % idle`;
+    return { title, parts, v, split, spans, moments, most, words: found };
   }
 
   pace() {
@@ -88,13 +88,13 @@ class PipelinePlayer extends Player {
     for (const output of this.root.querySelectorAll(".with-value output"))
       output.textContent = output.previousElementSibling.value;
     const plans = Object.keys(this.schedules).map((name) => this.plan(name));
-    const rows = plans.map((plan) => [this.nameOf(plan.name), ...this.totals(plan), plan.most.join(", ")]);
-    const shown = this.panels.map(({ name }) => name);
-    fill(this.parts.table, rows, (i) => shown.includes(plans[i].name));
+    const shown = this.panels.map(({ title }) => title);
+    const rows = plans.map(({ title, words, most }) => [title, words, most.join(", ")]);
+    fill(this.parts.table, rows, (i) => shown.includes(rows[i][0]));
     const total = this.moments.at(-1);
     const most = Math.max(...this.panels.flatMap((plan) => plan.most));
     for (const plan of this.panels) {
-      plan.parts.caption.textContent = `${this.nameOf(plan.name)}: ${this.totals(plan).join(", bubble ")}`;
+      plan.parts.caption.textContent = `${plan.title}: ${plan.words}`;
       const size = { unit: unitOf(total), total, most: most * plan.v };
       plan.chart = new Chart(plan.parts.drawing, plan.spans, { ...size, split: plan.split });
     }
@@ -113,76 +113,70 @@ class PipelinePlayer extends Player {
 
 /** Give each rank its next pass, which runs as soon as it can; a level has a target. */
 class PipelinePuzzle extends Puzzle {
+  empty() { return { ranks: this.level.stages.map((stages) => ({ stages, word: "" })) }; }
+
   setUp() {
-    this.ranks = this.level.stages.map((stages) => ({ stages, word: "" }));
-    this.placed = []; // the ranks that got a pass, in this order
     this.split = this.level.letters.includes("W");
-    this.parts.ranks.replaceChildren(...this.ranks.map((_, rank) => element("div", `rank ${rank} `)));
+    const names = this.level.stages.map((stages, rank) => `rank ${rank}, stage ${stages.join(" and ")}`);
+    this.parts.ranks.replaceChildren(...names.map((name) => element("div", name)));
     for (const [rank, line] of [...this.parts.ranks.children].entries())
-      line.append(...[...this.level.letters].map((letter) => this.button(rank, letter)));
+      line.append(...[...this.level.letters, UNDO].map((letter) => this.button(rank, letter)));
   }
 
   button(rank, letter) {
     const isSecond = letter !== letter.toUpperCase();
-    const button = element("button", "", `${KINDS[letter.toUpperCase()]} ${isSecond ? "second" : ""}`);
+    const button = element("button", letter, `${KINDS[letter.toUpperCase()]} ${isSecond ? "second" : ""}`);
     button.type = "button";
     button.addEventListener("click", () => this.give(rank, letter));
     return button;
   }
 
   /** The passes and their times, if all ranks work through their words; a pass takes a tick. */
-  spans(ranks = this.ranks) {
+  spans(ranks = this.state.ranks) {
     const orders = ranks.map(({ word, stages }) => spell(word, stages));
     const numStages = ranks.flatMap(({ stages }) => stages).length;
     return clock(orders, numStages, { backward: 1, weight: isSplit(orders) ? 1 : 0 });
   }
 
+  /** Give a rank its next pass, or take back its last one, if all others can still run. */
   give(rank, letter) {
-    const [{ word, stages }, m] = [this.ranks[rank], this.level.m];
-    const ranks = this.ranks.with(rank, { stages, word: word + letter });
-    const action = spell(word + letter, stages).at(-1);
-    const all = `stage ${action.stage} has made the ${action.kind} passes of all ${m} micro-batches`;
-    if (action.microbatch === m) return this.say(`Refused: ${all}.`);
+    const { word, stages } = this.state.ranks[rank];
+    const next = letter === UNDO ? word.slice(0, -1) : word + letter;
+    const ranks = this.state.ranks.with(rank, { stages, word: next });
     try {
       this.spans(ranks);
     } catch (error) {
       return this.say(`Refused: ${error.message}.`);
     }
-    this.ranks = ranks;
-    this.placed.push(rank);
-    this.update(`Rank ${rank}: ${inWords(action)}.`);
-    const isLast = this.placed.length === m * this.level.letters.length * ranks.length;
-    if (isLast) this.complete("Each micro-batch has made all its passes");
-  }
-
-  undo() {
-    const last = this.ranks[this.placed.pop()];
-    if (last) last.word = last.word.slice(0, -1);
-    this.update("");
+    this.state.ranks = ranks;
+    this.update(letter === UNDO ? "" : `Rank ${rank}: ${inWords(spell(next, stages).at(-1))}.`);
+    const isFull = ranks.every((own) => own.word.length === this.level.m * this.level.letters.length);
+    if (isFull) this.complete("All micro-batches are through");
   }
 
   rows() {
     const { target } = this.level;
-    const row = (own, r) => [`kept at most by rank ${r}`, mostKept(own, this.split), target.keeps[r]];
-    return [["ticks", duration(this.spans()), target.ticks], ...this.spans().map(row)];
+    const row = (own, r) => [`Kept at most by rank ${r}`, mostKept(own, this.split), target.keeps[r]];
+    return [["Ticks", duration(this.spans()), target.ticks], ...this.spans().map(row)];
   }
 
   draw() {
-    const { target, letters } = this.level;
+    const { target, letters, m } = this.level;
     const [[, ticks], ...keeps] = this.rows();
     const total = Math.max(target.ticks, ticks);
     const most = Math.max(...target.keeps, ...keeps.map(([, mine]) => mine));
     const size = { unit: unitOf(total), total, most, split: this.split, target: target.ticks };
-    new Chart(this.parts.drawing, this.spans(), size);
-    this.ranks.forEach(({ word, stages }, rank) => {
+    new Chart(this.parts.drawing, this.spans(), size).show(ticks);
+    this.state.ranks.forEach(({ word, stages }, rank) => {
       const buttons = this.parts.ranks.children[rank].children;
       [...letters].forEach((letter, i) => {
         const action = spell(word + letter, stages).at(-1);
-        buttons[i].textContent = `${letter}${action.microbatch}`;
+        buttons[i].textContent = `${letter}${action.microbatch === m ? "" : action.microbatch}`;
         buttons[i].setAttribute("aria-label", inWords(action));
+        buttons[i].disabled = action.microbatch === m;
       });
     });
-    return ordersInPython(this.ranks);
+    return ordersInPython(this.state.ranks);
   }
 }
 
