@@ -38,7 +38,6 @@ html_theme = "sphinx_book_theme"
 html_title = "d2lpar"
 html_static_path = ["_static", "ring.svg"]
 html_css_files = ["site.css"]
-html_js_files = ["site.js"]
 html_favicon = "_static/icon.svg"
 html_show_sourcelink = False
 html_use_index = html_domain_indices = False  # one can search
@@ -93,10 +92,14 @@ def leave_out_fields(app, what, name, obj, skip, options) -> bool | None:
     return True if field or theirs else None
 
 
-def lead_to_front_page(app, exception) -> None:
-    """Let the site's folder open on its front page."""
+def finish(app, exception) -> None:
+    """Let the folder open on its front page; name the theme's arrows in the sidebar."""
     page = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
     Path(app.outdir, "index.html").write_text(page, encoding="utf-8")
+    for path in Path(app.outdir).rglob("*.html"):
+        text = path.read_text("utf-8")
+        named = text.replace("<summary><span", '<summary aria-label="Pages"><span')
+        path.write_text(named, encoding="utf-8")
 
 
 def setup(app) -> None:
@@ -104,4 +107,4 @@ def setup(app) -> None:
     app.connect("source-read", complete)
     app.connect("doctree-read", describe_figures)
     app.connect("autodoc-skip-member", leave_out_fields)
-    app.connect("build-finished", lead_to_front_page)
+    app.connect("build-finished", finish)

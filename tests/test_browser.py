@@ -20,7 +20,7 @@ import website
 from exercises import masters, role, solution
 
 from d2lpar import bubble, clock, schedules
-from d2lpar.pipeline_schedules import play, spell
+from d2lpar.pipeline_schedules import kept, play, spell
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,8 +119,16 @@ def texts(page, part):
     return page.locator(f"[data-part={part}]").all_inner_texts()
 
 
-def test_the_players_show_what_python_counts_and_obey_the_keyboard(page, site):
+def with_unit(value, unit, prefixes):
+    """A number as the page writes it: 1.33 MB."""
+    factor, prefix = next((each for each in prefixes if value >= each[0]), (1, ""))
+    return f"{float(f'{value / factor:.3g}'):g} {prefix}{unit}"
+
+
+def test_the_schedule_player_shows_what_python_counts(page, site):
     visit(page, site, "docs/schedules.html")
+    sizes = (1e9, "G"), (1e6, "M"), (1e3, "k")
+    times = (1, ""), (1e-3, "m"), (1e-6, "µ")
     for name, size in (("ring", 5), ("halving_doubling", 6), ("tree", 8)):
         page.get_by_role("combobox", name="Schedule").select_option(name)
         page.get_by_role("combobox", name="Devices").select_option(str(size))
@@ -130,67 +138,177 @@ def test_the_players_show_what_python_counts_and_obey_the_keyboard(page, site):
         page.get_by_role("button", name="Step").focus()
         for i, held in enumerate(schedules.holdings(steps, size)):
             assert f": {i} of {len(steps)} steps done" in texts(page, "caption")[0]
-            whole = [sum(len(c) == size for c in chunks) for chunks in held]
-            assert [row[1] for row in rows(page, "sent")] == [
-                f"{w} of {n}" for w in whole
-            ]
+            found = rows(page, "sent")
+            sent = schedules.cost(website.SCHEDULES[name], size, 4_000_000).sent
+            for r, chunks in enumerate(held):
+                whole = sum(own == tuple(range(size)) for own in chunks)
+                assert found[r][:2] == [str(r), f"{whole} of {n}"]
+                if i == len(steps):
+                    assert found[r][2] == with_unit(sent(r), "B", sizes)
             page.keyboard.press("Enter")
+        wanted = []
+        for each in website.SCHEDULES.values():
+            c = schedules.cost(each, size, 4_000_000)
+            most = max(map(c.sent, range(size)))
+            columns = with_unit(most, "B", sizes), with_unit(c.seconds, "s", times)
+            wanted.append([str(c.steps), *columns])
+        assert [row[1:] for row in rows(page, "table")] == wanted
+
+
+def test_time_passes_as_one_presses(page, site):
+    def shown(*words):
+        until(
+            lambda: texts(page, "caption") == list(words),
+            lambda: page.wait_for_timeout(20),
+        )
+
     page.emulate_media(reduced_motion="no-preference")
-    page.goto((site / "docs/schedules.html").as_uri() + "#schedule=ring&k=8&moment=2")
-    page.reload()
-    assert texts(page, "caption") == ["ring: 2 of 14 steps done"]  # an address of it
+    visit(page, site, "docs/schedules.html#schedule=ring&k=8&moment=2")
+    step, play = (page.get_by_role("button", name=n) for n in ("Step", "Play"))
+    shown("ring: 2 of 14 steps done")
     for _ in range(6):  # however quick they are
-        page.get_by_role("button", name="Step").click()
-    page.get_by_text("ring: 8 of 14 steps done").wait_for()
+        step.click()
+    shown("ring: 8 of 14 steps done")
+    page.get_by_role("button", name="Back").click()
+    shown("ring: 7 of 14 steps done")
+    page.get_by_role("combobox", name="Beside it").select_option("halving_doubling")
+    at = schedules.cost(lambda k: schedules.ring(k)[:7], 8, 4_000_000).seconds
+    other = [schedules.halving_doubling(8)[:n] for n in range(7)]
+    ends = [schedules.cost(lambda k, s=s: s, 8, 4_000_000).seconds for s in other]
+    done = sum(end <= at * 1.000001 for end in ends) - 1  # at the same time
+    shown("ring: 7 of 14 steps done", f"halving and doubling: {done} of 6 steps done")
+    page.get_by_role("combobox", name="Beside it").select_option("")
+    shown("ring: 7 of 14 steps done")
+    page.get_by_role("combobox", name="Speed").select_option("fast")
+    step.click()
+    play.click()  # while a step is on its way
+    page.get_by_role("button", name="Pause").click()
+    play.click()
+    shown("ring: 14 of 14 steps done")
+    play.click()  # from the start
+    shown("ring: 1 of 14 steps done")
+    step.click()  # while it plays: one step, and it is still
+    shown("ring: 2 of 14 steps done")
+    page.wait_for_timeout(1000)
+    shown("ring: 2 of 14 steps done")
+    address = page.url.replace("k=8", "k=4")
+    page.evaluate("address => { location.href = address; }", address)  # pasted
+    page.get_by_text("ring: 2 of 6 steps done").wait_for()
+    visit(page, site, "docs/index.html")
+    shown("ring: 1 of 8 steps done")
+    page.get_by_role("button", name="Step").click()
+    shown("ring: 2 of 8 steps done")
+
+
+def test_the_pipeline_player_shows_what_python_counts(page, site):
     visit(page, site, "docs/pipelines.html")
     page.get_by_role("combobox", name="Ranks").select_option("3")
-    page.get_by_role("slider", name="Micro-batches").press("Home")
-    for _ in range(5):
-        page.keyboard.press("ArrowRight")
-    for name, unit in (("the input", 1), ("the weights", 1), ("A message", 0.5)):
+    page.get_by_role("slider", name="Micro-batches").fill("6")
+    for name, unit in (("the weights", 1.5), ("A message", 0.5)):
         page.get_by_role("slider", name=name).fill(str(unit))
     orders = [schedule(3, 6) for schedule in website.PIPELINES.values()]
-    spans = [
-        clock(each, 1 / v, 1 / v, 1 / v, transfer=0.5)
-        for each, v in zip(orders, (1, 1, 1, 2, 1, 2))
-    ]
-    found = [f"{max(own[-1].end for own in each):g} units" for each in spans]
-    found = [f"{a}, {100 * bubble(b):.1f} % idle" for a, b in zip(found, spans)]
-    assert [row[1] for row in rows(page, "table")] == found
+    v = [1, 1, 1, 2, 1, 2]
+    times = [clock(o, 1 / n, 1 / n, 1.5 / n, 0.5) for o, n in zip(orders, v)]
+    wanted = []
+    for each, spans, n in zip(orders, times, v):
+        end = max(own[-1].end for own in spans)
+        most = ", ".join(f"{max(kept(own)) / n:g}" for own in each)
+        wanted.append([f"{end:g} units, {100 * bubble(spans):.1f} % idle", most])
+    assert [row[1:] for row in rows(page, "table")] == wanted
+    page.get_by_role("combobox", name="Below it").select_option("")
+    page.get_by_role("combobox", name="Schedule").select_option("zero_bubble")
+    page.get_by_role("slider", name="Moment").press("Home")
+    starts = sorted({t for own in times[4] for span in own for t in span[1:]})
+    page.get_by_role("button", name="Step").focus()
+    for now in starts[:15]:
+        found = rows(page, "state")
+        for rank, own in enumerate(times[4]):
+            does = [s.action for s in own if s.start <= now < s.end]
+            words = f"{does[0].kind} {does[0].microbatch}" if does else "idle"
+            begun = sum(s.action.kind == "forward" and s.start <= now for s in own)
+            over = sum(s.action.kind == "weight" and s.end <= now for s in own)
+            assert found[rank][1:3] == [words, str(begun - over)]
+        page.keyboard.press("Enter")
+    page.get_by_role("slider", name="Micro-batches").fill("5")
+    found = {row[0]: row[1] for row in rows(page, "table")}
+    assert found["interleaved 1F1B"] == "needs a multiple of 3 micro-batches"
 
 
 def press(page, label):
-    """Press a button of a drawing with the keyboard."""
+    """Press a button of a puzzle with the keyboard."""
     page.get_by_role("button", name=label, exact=True).focus()
     page.keyboard.press("Enter")
 
 
+def place(page, move):
+    press(page, f"chunk {move.chunk} of device {move.src}")
+    press(page, f"device {move.dst}")
+
+
 def test_a_ring_is_placed_with_the_keyboard_and_copied(page, site):
     visit(page, site, "docs/allreduce_puzzle.html", PHONE)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.get_by_role("combobox", name="Level").select_option("4. Ring of four")
     steps = schedules.ring(4)
     wrong = [steps[0][0], steps[0][1]._replace(chunk=steps[0][0].chunk)]
-    for move in wrong:  # the second sends what the first overwrites
-        press(page, f"chunk {move.chunk} of device {move.src}")
-        press(page, f"device {move.dst}")
+    for move in wrong:  # the second sends what the first changes
+        place(page, move)
     with pytest.raises(ValueError) as refused:
         schedules.check_steps([wrong, *steps], 4)
     assert texts(page, "said") == [f"Refused, and not placed: {refused.value}."]
-    press(page, "Start again")
+    place(page, steps[0][2]._replace(dst=0))
+    assert "2 sends to 3 only, its neighbour" in texts(page, "said")[0]
+    press(page, "Undo")
+    assert texts(page, "python") == ["steps = [\n]\n"]
     for number, step in enumerate(steps, start=1):
         way = "is added" if step[0].reduce else "replaces what is there"
         page.get_by_role("radio", name=way).press("Space")
         for move in step:
-            press(page, f"chunk {move.chunk} of device {move.src}")
-            press(page, f"device {move.dst}")
+            place(page, move)
         press(page, f"Run step {number}")
+        if number == 3:
+            press(page, "Undo")
+            assert texts(page, "said") == ["Step 3 is open again."]
+            press(page, "Run step 3")
+            assert "4 of 16 sums are whole" in texts(page, "said")[0]
     assert texts(page, "said") == ["Solved. Every device has the whole sum."]
     assert all(row[1] == row[2] for row in rows(page, "targets"))
+    press(page, "Copy")
+    page.get_by_text("Copied.").wait_for()
     names = {"Move": schedules.Move}
-    exec(texts(page, "python")[0], names)
+    exec(page.evaluate("navigator.clipboard.readText()"), names)
     assert names["steps"] == steps
     press(page, "Next level")
-    assert page.get_by_role("combobox").input_value() == "4"
+    level = page.get_by_role("combobox")
+    assert level.input_value() == "4"
+    page.keyboard.press("ArrowRight")  # from device 0 to its tensor
+    page.keyboard.press("Enter")
+    assert texts(page, "said")[0].startswith("Device 0 sends the whole tensor.")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    assert "the whole tensor to device 1" in texts(page, "said")[0]
+    level.select_option("3")  # where it was left
+    assert texts(page, "said") == ["Solved. Every device has the whole sum."]
+    assert level.locator("option").all_inner_texts()[3] == "4. Ring of four ✓"
+
+
+def test_ranges_are_placed_and_a_missed_target_is_named(page, site):
+    for k, name, number in ((4, "halving_doubling", 5), (4, "recursive_doubling", 4)):
+        page.goto("about:blank")
+        visit(page, site, f"docs/allreduce_puzzle.html#level={number}")
+        for number, step in enumerate(website.SCHEDULES[name](k), start=1):
+            way = "is added" if step[0].reduce else "replaces what is there"
+            page.get_by_role("radio", name=way).press("Space")
+            for move in step:
+                chunks = move.chunk if name == "halving_doubling" else [None]
+                for c in {chunks[0], chunks[-1]}:
+                    what = "the whole tensor" if c is None else f"chunk {c}"
+                    press(page, f"{what} of device {move.src}")
+                press(page, f"device {move.dst}")
+            press(page, f"Run step {number}")
+        missed = ", but a target is missed: Messages." * (name == "recursive_doubling")
+        end = f"Every device has the whole sum{missed or '.'}"
+        assert texts(page, "said") == [end if missed else f"Solved. {end}"]
 
 
 @pytest.mark.parametrize("number", range(len(website.PIPELINE_LEVELS)))
@@ -202,9 +320,15 @@ def test_a_pipeline_is_placed_with_the_keyboard_and_copied(page, site, number):
     assert texts(page, "said")[0].startswith("Refused: tick 0: ")
     for action in chain(*play(orders)):
         press(page, str(action))
-    end = "Solved. All micro-batches are through."
-    end += " This was the last level." * (number == len(website.PIPELINE_LEVELS) - 1)
-    assert texts(page, "said") == [end]
+    press(page, "take back the last pass of rank 0")
+    assert texts(page, "said") == ["Rank 0: its last pass is taken back."]
+    press(page, str(orders[0][-1]))
+    if orders[-1][-1].kind == "backward":  # rank 0 needs it
+        press(page, f"take back the last pass of rank {p - 1}")
+        assert f" waits for {orders[-1][-1]}." in texts(page, "said")[0]
+        press(page, "take back the last pass of rank 0")
+        press(page, str(orders[0][-1]))
+    assert texts(page, "said") == ["Solved. All micro-batches are through."]
     assert all(row[1] == row[2] for row in rows(page, "targets"))
     names = {"spell": spell}
     exec(texts(page, "python")[0], names)

@@ -65,11 +65,11 @@ def test_the_page_judges_an_allreduce_as_python_does():
     all_steps = [[*some_steps(random), last] for _ in range(2000)]
     all_steps += [schedule(k) for schedule in website.SCHEDULES.values()]
     pages = list(map(website.exported_schedule, all_steps))
-    found = in_node("allreduce.js", [["refusal", page["steps"]] for page in pages])
+    found = in_node("allreduce.js", [["checkSteps", page["steps"]] for page in pages])
     assert found == [refusal(check_steps, steps, k) for steps in all_steps]
     right = [i for i, words in enumerate(found) if not words]
     assert 200 < len(right) < 1800
-    calls = [["unfinished", pages[i], k] for i in right]
+    calls = [["verifyAllreduce", pages[i], k] for i in right]
     calls += [["costs", pages[i], k, 4012, 2e-5, 1e-9] for i in right]
     calls += [["stepsInPython", pages[i]] for i in right]
     found = iter(in_node("allreduce.js", calls))

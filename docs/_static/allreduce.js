@@ -5,19 +5,18 @@
 // chunks first to end - 1, as one message, to dst, which adds them to its own or replaces these.
 
 /** Why the moves of a step cannot happen at the same time, or "" if all of them can. */
-function refusal(steps) {
+function checkSteps(steps) {
   for (const [i, step] of steps.entries()) {
     const [sent, written] = [{}, {}];
     for (const move of step) {
       for (let c = move.first; c < move.end; c++) {
-        (sent[`${move.src} ${c}`] ??= []).push(move);
-        (written[`${move.dst} ${c}`] ??= []).push(move);
+        (sent[`chunk ${c} of participant ${move.src}`] ??= []).push(move);
+        (written[`chunk ${c} of participant ${move.dst}`] ??= []).push(move);
       }
     }
     for (const [where, moves] of Object.entries(written)) {
       const problem = conflict(sent[where] ?? [], moves, step);
-      const [participant, chunk] = where.split(" ");
-      if (problem) return `in step ${i + 1} chunk ${chunk} of participant ${participant} ${problem}`;
+      if (problem) return `in step ${i + 1} ${where} ${problem}`;
     }
   }
   return "";
@@ -66,12 +65,14 @@ function holdings({ chunks, steps }, k) {
   return states;
 }
 
+/** Whether these are the contributions of all, each once. */
+const isWhole = (contributions, k) => String(contributions) === String([...Array(k).keys()]);
+
 /** What is still wrong at the end of a schedule, or "" if each has each contribution once. */
-function unfinished(schedule, k) {
-  const all = String([...Array(k).keys()]);
+function verifyAllreduce(schedule, k) {
   for (const [r, held] of holdings(schedule, k).at(-1).entries())
     for (const [c, contributions] of held.entries()) {
-      if (String(contributions) === all) continue;
+      if (isWhole(contributions, k)) continue;
       const tuple = `(${contributions.join(", ")}${contributions.length === 1 ? "," : ""})`;
       const wanted = `not with those of 0 to ${k - 1}, each once`;
       return `participant ${r} ends with the contributions ${tuple} in chunk ${c}, ${wanted}`;
@@ -82,7 +83,7 @@ function unfinished(schedule, k) {
 /** Bytes that each has sent after each step, and when the step ends: [{sent, seconds}, …]. A
  *  message of n bytes takes alpha + n * beta; the busiest participant ends the step. */
 function costs({ chunks, steps }, k, nbytes, alpha = 1e-5, beta = 1e-10) {
-  const elements = nbytes / 4; // the first chunks are larger by one, of four bytes
+  const elements = nbytes / 4; // of four bytes; the first chunks have one more
   const bound = (c) => 4 * (c * Math.floor(elements / chunks) + Math.min(c, elements % chunks));
   const all = [{ sent: Array(k).fill(0), seconds: 0 }];
   for (const step of steps) {
@@ -111,5 +112,4 @@ function stepsInPython({ chunks, steps }) {
   return `steps = [\n${lines.join("")}]\n`;
 }
 
-if (typeof module !== "undefined")
-  module.exports = { refusal, levelRefusal, holdings, unfinished, costs, stepsInPython };
+if (typeof module === "object") module.exports = { checkSteps, levelRefusal, holdings, verifyAllreduce, costs, stepsInPython };

@@ -4,15 +4,15 @@
 /** A number with a unit, three digits long: 1.33 MB. */
 function withUnit(value, unit, units) {
   const [factor, prefix] = units.find(([f]) => value >= f) ?? units[units.length - 1];
-  return `${value ? Number((value / factor).toPrecision(3)) : 0} ${prefix}${unit}`;
+  return `${Number((value / factor).toPrecision(3))} ${prefix}${unit}`;
 }
 const bytes = (n) => withUnit(n, "B", [[1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]]);
 const time = (s) => withUnit(s, "s", [[1, ""], [1e-3, "m"], [1e-6, "µ"]]);
-const part = ({ first, end }, chunks) => {
+
+function chunksInWords({ first, end }, chunks) {
   if (end - first === chunks) return "the whole tensor";
-  if (end - first === 1) return `chunk ${first}`;
-  return `chunks ${first} ${end - first === 2 ? "and" : "to"} ${end - 1}`;
-};
+  return end - first > 1 ? `chunks ${first}–${end - 1}` : `chunk ${first}`;
+}
 
 const DISC = 15; // a device's radius
 
@@ -34,12 +34,11 @@ class Board {
     svg.setAttribute("viewBox", `${left} ${top} ${right - left} ${bottom - top}`);
     svg.style.minWidth = `${0.65 * (right - left)}px`;
     svg.replaceChildren();
-    const layer = (name) => mark(svg, "g", { class: name });
-    [this.arrows, this.cells, this.packets, this.heads] = ["arrows", "cells", "packets", "heads"].map(layer);
+    for (const name of ["arrows", "cells", "packets", "heads"]) this[name] = mark(svg, "g", { class: name });
     for (let r = 0; r < k; r++) {
       const { x, y } = this.place(r);
       mark(svg, "circle", { cx: x, cy: y, r: DISC, fill: COLOURS[r] });
-      mark(svg, "text", { x, y: y + 5, class: "device" }, r);
+      mark(svg, "text", { x, y: y + 6.5, class: "device" }, r);
       for (let c = 0; c < chunks && chunks > 1; c++)
         mark(svg, "text", { x: this.corners[r].x + (c + 0.5) * cell - 1, y: this.corners[r].y - 4, class: "number" }, c);
     }
@@ -58,21 +57,18 @@ class Board {
   /** A square per contribution: a column is a chunk, a row is whose it is; a frame: the whole sum. */
   hold(state) {
     this.cells.replaceChildren();
-    state.forEach((held, r) => {
-      held.forEach((contributions, c) => {
+    for (const [r, held] of state.entries())
+      for (const [c, contributions] of held.entries()) {
         const box = this.box(r, c);
-        const once = new Set(contributions);
-        const isWhole = once.size === this.k && contributions.length === this.k;
-        mark(this.cells, "rect", { ...box, class: isWhole ? "chunk whole" : "chunk" });
-        for (const who of once) {
+        mark(this.cells, "rect", { ...box, class: isWhole(contributions, this.k) ? "chunk whole" : "chunk" });
+        for (const who of new Set(contributions)) {
           const y = box.y + who * this.row;
           mark(this.cells, "rect", { ...box, y, height: this.row - 1, fill: COLOURS[who] });
           const times = contributions.filter((other) => other === who).length;
           if (times > 1)
             mark(this.cells, "text", { x: box.x + box.width / 2, y: y + this.row - 2, class: "twice" }, `×${times}`);
         }
-      });
-    });
+      }
   }
 
   /** The messages of a step, as arrows, and as packets that have come a part of their way. */
@@ -103,10 +99,9 @@ class Board {
 
 /** A step in words, as one would read it out. */
 function stepInWords(step, chunks) {
-  const count = (end) => Math.max(...step.map((move) => step.filter((m) => m[end] === move[end]).length));
   const how = step.some((move) => move.reduce) ? "is added" : "replaces what is there";
-  const parts = step.map((move) => `device ${move.src} sends ${part(move, chunks)} to ${move.dst}`);
-  const many = `${step.length} messages: the busiest device sends ${count("src")} and takes ${count("dst")}`;
+  const parts = step.map((move) => `device ${move.src} sends ${chunksInWords(move, chunks)} to ${move.dst}`);
+  const many = `${step.length} messages at the same time`;
   return `${step.length > 8 ? many : parts.join("; ")}. What arrives ${how}.`;
 }
 
@@ -117,7 +112,11 @@ class SchedulePlayer extends Player {
     const cost = costs(schedule, k, ...rest);
     const board = parts.drawing && new Board(parts.drawing, k, schedule.chunks);
     const moments = cost.map(({ seconds }) => seconds);
-    return { name, parts, k, schedule, cost, board, moments, states: holdings(schedule, k) };
+    return { title: this.nameOf(name), parts, k, schedule, cost, board, moments, states: holdings(schedule, k) };
+  }
+
+  row({ title, moments, cost }) {
+    return [title, moments.length - 1, bytes(Math.max(...cost.at(-1).sent)), time(moments.at(-1))];
   }
 
   /** 1.5 s for each step, and where it plays again and again 1.5 s to see the end. */
@@ -125,37 +124,27 @@ class SchedulePlayer extends Player {
 
   timeInWords() { return time(this.now); }
 
-  draw(panel, now) {
-    const { parts, board, cost, moments, states, k } = panel;
-    const { steps, chunks } = panel.schedule;
-    const step = moments.findLastIndex((moment) => moment <= now * (1 + 1e-9));
-    const travelled = (now - moments[step]) / (moments[step + 1] - moments[step] || 1);
-    board.hold(states[step]);
-    board.send(steps[step] ?? [], Math.max(travelled - 0.2, 0) / 0.8); // one reads it before it leaves
-    parts.caption.textContent = `${this.nameOf(panel.name)}: ${step} of ${steps.length} steps done`;
+  draw(panel) {
+    const { board, moments, states, schedule } = panel;
+    const step = moments.findLastIndex((moment) => moment <= this.now * (1 + 1e-9));
+    const travelled = (this.now - moments[step]) / (moments[step + 1] - moments[step] || 1);
+    if (step !== panel.step) board.hold(states[step]);
+    board.send(schedule.steps[step] ?? [], Math.max(travelled - 0.2, 0) / 0.8); // one reads it before it leaves
+    panel.step = step;
+  }
+
+  tell({ parts, title, step, schedule, states, cost, k }) {
+    const { steps, chunks } = schedule;
+    parts.caption.textContent = `${title}: ${step} of ${steps.length} steps done`;
     if (!parts.words) return;
-    parts.words.setAttribute("aria-live", this.timeline.isPlaying ? "off" : "polite");
+    parts.words.setAttribute("aria-live", this.timeline.state === "playing" ? "off" : "polite");
     const next = steps[step] && `Step ${step + 1}: ${stepInWords(steps[step], chunks)}`;
     parts.words.textContent = next ?? "Every device holds the whole sum.";
     const rows = states[step].map((held, r) => {
-      const whole = held.filter((contributions) => contributions.length === k).length;
-      return [r, `${whole} of ${chunks}`, bytes(cost[step].sent[r])];
+      const sums = held.filter((contributions) => isWhole(contributions, k)).length;
+      return [r, `${sums} of ${chunks}`, bytes(cost[step].sent[r])];
     });
     fill(parts.sent, rows);
-  }
-
-  /** A row per schedule, for these devices, this tensor and these links. */
-  compare() {
-    if (!this.parts.table) return;
-    const plans = Object.keys(this.schedules).map((name) => this.plan(name, {}));
-    const best = Math.min(...plans.map(({ moments }) => moments.at(-1)));
-    const rows = plans.map(({ name, moments, cost }) => {
-      const seconds = moments.at(-1);
-      const words = seconds < best * 1.001 ? `${time(seconds)}, fastest` : time(seconds);
-      return [this.nameOf(name), moments.length - 1, bytes(Math.max(...cost.at(-1).sent)), words];
-    });
-    const shown = this.panels.map((panel) => panel.name);
-    fill(this.parts.table, rows, (i) => shown.includes(plans[i].name));
   }
 }
 
@@ -165,6 +154,7 @@ class AllreducePuzzle extends Puzzle {
     super(root, levels);
     this.parts.run.addEventListener("click", () => this.runStep());
     this.parts.undo.addEventListener("click", () => this.undo());
+    this.parts.board.addEventListener("click", ({ target }) => this.press(target.dataset));
     this.parts.board.addEventListener("keydown", (event) => this.pressKey(event));
     this.timeline = new Timeline(this.parts, (x) => this.show(x));
   }
@@ -178,53 +168,50 @@ class AllreducePuzzle extends Puzzle {
     this.targets = mark(this.parts.board, "g", { class: "targets" });
     for (let r = 0; r < k; r++) {
       const { x, y } = this.board.place(r);
-      this.addTarget("circle", { cx: x, cy: y, r: DISC, "aria-label": `device ${r}` }, r, -1);
+      const style = { role: "button", tabindex: 0, "data-r": r };
+      mark(this.targets, "circle", { ...style, cx: x, cy: y, r: DISC, "aria-label": `device ${r}` });
       for (let c = 0; c < chunks; c++) {
-        const label = `${part({ first: c, end: c + 1 }, chunks)} of device ${r}`;
-        this.addTarget("rect", { ...this.board.box(r, c), "aria-label": label }, r, c);
+        const label = `${chunksInWords({ first: c, end: c + 1 }, chunks)} of device ${r}`;
+        mark(this.targets, "rect", { ...style, ...this.board.box(r, c), "aria-label": label, "data-c": c });
       }
     }
     this.parts.add.checked = true;
-  }
-
-  addTarget(shape, attributes, r, c) {
-    const target = mark(this.targets, shape, { ...attributes, role: "button", tabindex: 0 });
-    target.addEventListener("click", () => this.press(r, c));
-    target.isIn = (chosen) => r === chosen?.src && chosen.first <= c && c < chosen.end;
   }
 
   /** Enter and Space press; left and right lead to the next target, up and down to a device. */
   pressKey(event) {
     const [targets, device] = [[...this.targets.children], this.level.chunks + 1];
     const ways = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -device, ArrowDown: device, Enter: 0, " ": 0 };
-    if (!(event.key in ways)) return;
+    if (!(event.key in ways) || event.altKey) return;
     event.preventDefault();
     const way = ways[event.key];
     if (way) targets.at((targets.indexOf(event.target) + way) % targets.length).focus();
-    else event.target.dispatchEvent(new MouseEvent("click"));
+    else event.target.dispatchEvent(new MouseEvent("click", { bubbles: true }));
   }
 
   /** A press chooses a chunk, or more chunks of the same device; on another device it sends. */
-  press(r, c) {
-    const { chosen } = this;
+  press(data) {
+    const [{ chosen }, r, c] = [this, Number(data.r), Number(data.c)]; // c is NaN for a device
+    if (data.r === undefined) return;
     if (chosen && r !== chosen.src) return this.send(r);
-    if (c < 0) return this.say(chosen ? "Now press another device." : "First press a chunk.");
+    if (!data.c) return this.say(chosen ? "Now press another device." : "First press a chunk.");
     const [first, end] = [Math.min(chosen?.first ?? c, c), Math.max(chosen?.end ?? 0, c + 1)];
     const isSame = first === chosen?.first && end === chosen.end;
     this.chosen = isSame ? null : { src: r, first, end };
-    const what = part({ first, end }, this.level.chunks);
-    this.update(isSame ? "Nothing is chosen." : `Device ${r} sends ${what}. Now press the device that takes this.`);
+    const what = chunksInWords({ first, end }, this.level.chunks);
+    this.update("");
+    this.say(isSame ? "Nothing is chosen." : `Device ${r} sends ${what}. Now press the device that takes this.`);
   }
 
   send(dst) {
     const [{ k, chunks }, { steps, open }, { chosen }] = [this.level, this.state, this];
     const move = { ...chosen, dst, reduce: this.parts.add.checked };
     this.chosen = null;
-    const why = levelRefusal(this.level, k, open, move) || refusal([...steps, [...open, move]]);
+    const why = levelRefusal(this.level, k, open, move) || checkSteps([...steps, [...open, move]]);
     if (why) return this.update(`Refused, and not placed: ${why}.`);
     open.push(move);
     const how = move.reduce ? "It is added." : "It replaces what is there.";
-    this.update(`Device ${move.src} sends ${part(move, chunks)} to device ${dst}. ${how}`);
+    this.update(`Device ${move.src} sends ${chunksInWords(move, chunks)} to device ${dst}. ${how}`);
   }
 
   runStep() {
@@ -232,22 +219,26 @@ class AllreducePuzzle extends Puzzle {
     if (!open.length) return this.say("This step has no moves yet: press a chunk, then a device.");
     steps.push(open);
     this.state.open = [];
-    const why = unfinished(this.schedule, k);
-    const sums = holdings(this.schedule, k).at(-1).flat().filter((held) => held.length === k).length;
-    const soFar = `Step ${steps.length} has run: ${sums} of ${k * chunks} sums are whole.`;
-    this.update(steps.length < target.steps ? soFar : `Not yet: ${why}.`);
-    if (!why) this.complete("Every device has the whole sum");
+    const sums = holdings(this.schedule, k).at(-1).flat().filter((held) => isWhole(held, k));
+    const soFar = `Step ${steps.length} has run: ${sums.length} of ${k * chunks} sums are whole.`;
+    this.update(steps.length < target.steps ? soFar : `Not yet: ${verifyAllreduce(this.schedule, k)}.`);
     this.timeline.go(steps.length - 1);
-    this.timeline.run(steps.length);
+    this.timeline.run("stepping", steps.length);
+  }
+
+  done() {
+    const isRun = this.state.steps.length && !this.state.open.length;
+    return isRun && !verifyAllreduce(this.schedule, this.level.k) ? "Every device has the whole sum" : "";
   }
 
   /** Take back the last move; or open the last step again. */
   undo() {
     const { steps, open } = this.state;
-    const isBack = !open.pop() && steps.length;
-    if (isBack) this.state.open = steps.pop();
     this.chosen = null;
-    this.update(isBack ? `Step ${steps.length + 1} is open again.` : "");
+    if (open.pop()) return this.update("The last move is taken back.");
+    if (!steps.length) return;
+    this.state.open = steps.pop();
+    this.update(`Step ${steps.length + 1} is open again.`);
   }
 
   get schedule() {
@@ -267,10 +258,15 @@ class AllreducePuzzle extends Puzzle {
   }
 
   draw() {
-    const { steps } = this.state;
+    const [{ steps }, { chosen }] = [this.state, this];
     this.parts.run.textContent = `Run step ${steps.length + 1}`;
     this.timeline.go(steps.length, steps.map(() => 1000));
-    for (const target of this.targets.children) target.setAttribute("aria-pressed", target.isIn(this.chosen));
+    const state = holdings({ ...this.schedule, steps }, this.level.k).at(-1);
+    for (const target of this.targets.querySelectorAll("[data-c]")) {
+      const [r, c] = [Number(target.dataset.r), Number(target.dataset.c)];
+      target.setAttribute("aria-pressed", r === chosen?.src && chosen.first <= c && c < chosen.end);
+      target.setAttribute("aria-description", `holds the contributions of ${state[r][c].join(", ")}`);
+    }
     return stepsInPython(this.schedule);
   }
 

@@ -54,7 +54,7 @@ function play(orders, numStages) {
 
 /** When each action begins and ends: a list of {action, start, end} per rank. A backward pass
  *  that is not split costs backward + weight; a result reaches another rank transfer later. */
-function clock(orders, numStages, { forward = 1, backward = 1, weight = 1, transfer = 0 } = {}) {
+function clock(orders, numStages, { forward, backward, weight, transfer }) {
   const costs = { forward, backward: backward + (isSplit(orders) ? 0 : weight), weight };
   const rankOf = {};
   orders.forEach((order, rank) => order.forEach((action) => (rankOf[action.stage] = rank)));
@@ -102,5 +102,4 @@ function ordersInPython(ranks) {
   return `orders = [\n${lines.join("")}]\n`;
 }
 
-if (typeof module !== "undefined")
-  module.exports = { spell, play, clock, duration, bubble, mostKept, ordersInPython };
+if (typeof module === "object") module.exports = { spell, play, clock, duration, bubble, mostKept, ordersInPython };

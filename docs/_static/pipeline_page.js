@@ -3,23 +3,18 @@
 
 const [LEFT, TOP, ROW, BAR, STRIP] = [54, 6, 50, 26, 14]; // of a chart, in pixels
 
-const UNDO = "⌫";
-
-/** The pixels of a unit of time: a chart fits, unless its numbers would become too small. */
-const unitOf = (total) => Math.min(Math.max(620 / total, 16), 40);
-
 /** Ranks as rows, passes as bars over time, and below each row how many activations it keeps. */
 class Chart {
-  /** Draw spans per rank up to a time; `most` activations are as high as the strip. */
-  constructor(svg, spans, { unit, total, most, split, target }) {
+  /** Draw spans per rank up to a time. The strip is as high as `most` activations. */
+  constructor(svg, spans, { total, most, split, target }) {
+    const unit = Math.min(Math.max(620 / total, 16), 40); // pixels; it fits, if numbers still can be read
     Object.assign(this, { svg, unit, total, end: duration(spans), bottom: TOP + ROW * spans.length });
     const [width, height] = [LEFT + unit * total + 12, this.bottom + 24];
     svg.replaceChildren();
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.style.width = `${width}px`;
     spans.forEach((own, rank) => this.drawRank(own, rank, most, split));
-    const every = [1, 2, 5, 10, 20, 50, 100].find((step) => step * unit >= 30);
-    for (let t = 0; t <= total; t += every) {
+    for (let t = 0; t <= total; t += unit < 30 ? 2 : 1) {
       mark(svg, "path", { d: `M${this.x(t)} ${this.bottom}v5`, class: "tick" });
       mark(svg, "text", { x: this.x(t), y: this.bottom + 18, class: "axis" }, t);
     }
@@ -55,7 +50,7 @@ class Chart {
     this.veil.setAttribute("width", this.x(this.total) - x);
     this.cursor.setAttribute("d", `M${x} 0V${this.bottom + 4}`);
     const box = this.svg.parentElement;
-    if (now) box.scrollLeft = x - box.clientWidth / 2;
+    box.scrollLeft = x - box.clientWidth / 2;
   }
 }
 
@@ -83,25 +78,24 @@ class PipelinePlayer extends Player {
 
   timeInWords() { return `time ${Number(this.now.toFixed(2))} of ${this.moments.at(-1)}`; }
 
-  /** A row per schedule; and the charts, on one scale of time and of memory. */
-  compare() {
-    for (const output of this.root.querySelectorAll(".with-value output"))
-      output.textContent = output.previousElementSibling.value;
-    const plans = Object.keys(this.schedules).map((name) => this.plan(name));
-    const shown = this.panels.map(({ title }) => title);
-    const rows = plans.map(({ title, words, most }) => [title, words, most.join(", ")]);
-    fill(this.parts.table, rows, (i) => shown.includes(rows[i][0]));
+  row({ title, words, most }) { return [title, words, most.join(", ")]; }
+
+  /** Make the charts, on one scale of time and of memory. */
+  layOut() {
+    for (const value of this.root.querySelectorAll(".with-value span"))
+      value.textContent = value.previousElementSibling.value;
     const total = this.moments.at(-1);
     const most = Math.max(...this.panels.flatMap((plan) => plan.most));
     for (const plan of this.panels) {
       plan.parts.caption.textContent = `${plan.title}: ${plan.words}`;
-      const size = { unit: unitOf(total), total, most: most * plan.v };
-      plan.chart = new Chart(plan.parts.drawing, plan.spans, { ...size, split: plan.split });
+      const size = { total, most: most * plan.v, split: plan.split };
+      plan.chart = new Chart(plan.parts.drawing, plan.spans, size);
     }
   }
 
-  draw({ chart, parts, spans, split, v, most }, now) {
-    chart.show(now);
+  draw({ chart }) { chart.show(this.now); }
+
+  tell({ parts, spans, split, v, most }, { now } = this) {
     const rows = spans.map((own, rank) => {
       const span = own.find(({ start, end }) => start <= now && now < end);
       const keeps = kept(own, split).findLast(({ time }) => time <= now)?.count ?? 0;
@@ -113,67 +107,78 @@ class PipelinePlayer extends Player {
 
 /** Give each rank its next pass, which runs as soon as it can; a level has a target. */
 class PipelinePuzzle extends Puzzle {
+  constructor(root, levels) {
+    super(root, levels);
+    this.parts.ranks.addEventListener("click", ({ target }) => this.press(target.dataset));
+  }
+
   empty() { return { ranks: this.level.stages.map((stages) => ({ stages, word: "" })) }; }
 
   setUp() {
     this.split = this.level.letters.includes("W");
-    const names = this.level.stages.map((stages, rank) => `rank ${rank}, stage ${stages.join(" and ")}`);
-    this.parts.ranks.replaceChildren(...names.map((name) => element("div", name)));
-    for (const [rank, line] of [...this.parts.ranks.children].entries())
-      line.append(...[...this.level.letters, UNDO].map((letter) => this.button(rank, letter)));
-  }
-
-  button(rank, letter) {
-    const isSecond = letter !== letter.toUpperCase();
-    const button = element("button", letter, `${KINDS[letter.toUpperCase()]} ${isSecond ? "second" : ""}`);
-    button.type = "button";
-    button.addEventListener("click", () => this.give(rank, letter));
-    return button;
+    const lines = this.level.stages.map((stages, rank) => {
+      const buttons = [...this.level.letters, "⌫"].map((letter) => {
+        const style = `${KINDS[letter.toUpperCase()]} ${letter === letter.toUpperCase() ? "" : "second"}`;
+        return `<button type="button" class="${style}" data-rank="${rank}" data-letter="${letter}"
+          aria-label="take back the last pass of rank ${rank}">${letter}</button>`;
+      });
+      const name = `rank ${rank}, stage${stages[1] ? "s" : ""} ${stages.join(" and ")}`;
+      return `<div>${name} ${buttons.join(" ")}</div>`;
+    });
+    this.parts.ranks.innerHTML = lines.join("");
   }
 
   /** The passes and their times, if all ranks work through their words; a pass takes a tick. */
   spans(ranks = this.state.ranks) {
     const orders = ranks.map(({ word, stages }) => spell(word, stages));
-    const numStages = ranks.flatMap(({ stages }) => stages).length;
-    return clock(orders, numStages, { backward: 1, weight: isSplit(orders) ? 1 : 0 });
+    const costs = { forward: 1, backward: 1, weight: isSplit(orders) ? 1 : 0, transfer: 0 };
+    return clock(orders, ranks.flatMap(({ stages }) => stages).length, costs);
   }
 
-  /** Give a rank its next pass, or take back its last one, if all others can still run. */
-  give(rank, letter) {
+  /** Give a rank its next pass, or take back its last one, if all ranks can still run theirs. */
+  press({ rank, letter }) {
+    if (!letter) return;
     const { word, stages } = this.state.ranks[rank];
-    const next = letter === UNDO ? word.slice(0, -1) : word + letter;
-    const ranks = this.state.ranks.with(rank, { stages, word: next });
+    const isBack = letter === "⌫";
+    const action = isBack ? {} : spell(word + letter, stages).at(-1);
+    const all = `all micro-batches have made their ${action.kind} pass on stage ${action.stage}`;
+    if (action.microbatch === this.level.m) return this.say(`Refused: ${all}.`);
+    const ranks = this.state.ranks.with(rank, { stages, word: isBack ? word.slice(0, -1) : word + letter });
     try {
       this.spans(ranks);
     } catch (error) {
       return this.say(`Refused: ${error.message}.`);
     }
     this.state.ranks = ranks;
-    this.update(letter === UNDO ? "" : `Rank ${rank}: ${inWords(spell(next, stages).at(-1))}.`);
-    const isFull = ranks.every((own) => own.word.length === this.level.m * this.level.letters.length);
-    if (isFull) this.complete("All micro-batches are through");
+    this.update(`Rank ${rank}: ${isBack ? "its last pass is taken back" : inWords(action)}.`);
+  }
+
+  done() {
+    const { m, letters } = this.level;
+    const isFull = this.state.ranks.every(({ word }) => word.length === m * letters.length);
+    return isFull ? "All micro-batches are through" : "";
   }
 
   rows() {
-    const { target } = this.level;
+    const [{ target }, spans] = [this.level, this.spans()];
     const row = (own, r) => [`Kept at most by rank ${r}`, mostKept(own, this.split), target.keeps[r]];
-    return [["Ticks", duration(this.spans()), target.ticks], ...this.spans().map(row)];
+    return [["Ticks", duration(spans), target.ticks], ...spans.map(row)];
   }
 
-  draw() {
+  draw([[, ticks], ...keeps]) {
     const { target, letters, m } = this.level;
-    const [[, ticks], ...keeps] = this.rows();
     const total = Math.max(target.ticks, ticks);
     const most = Math.max(...target.keeps, ...keeps.map(([, mine]) => mine));
-    const size = { unit: unitOf(total), total, most, split: this.split, target: target.ticks };
+    const size = { total, most, split: this.split, target: target.ticks };
     new Chart(this.parts.drawing, this.spans(), size).show(ticks);
     this.state.ranks.forEach(({ word, stages }, rank) => {
       const buttons = this.parts.ranks.children[rank].children;
       [...letters].forEach((letter, i) => {
         const action = spell(word + letter, stages).at(-1);
-        buttons[i].textContent = `${letter}${action.microbatch === m ? "" : action.microbatch}`;
+        const isOver = action.microbatch === m;
+        buttons[i].textContent = isOver ? letter : `${letter}${action.microbatch}`;
         buttons[i].setAttribute("aria-label", inWords(action));
-        buttons[i].disabled = action.microbatch === m;
+        buttons[i].setAttribute("aria-disabled", isOver);
       });
     });
     return ordersInPython(this.state.ranks);
