@@ -13,8 +13,7 @@ function spell(word, stages) {
   });
 }
 
-const inWords = ({ stage, microbatch, kind }) =>
-  `${kind} pass of micro-batch ${microbatch} on stage ${stage}`;
+const inWords = ({ stage, microbatch, kind }) => `${kind} pass of micro-batch ${microbatch} on stage ${stage}`;
 
 /** The action of another stage whose result an action works on, if any. */
 function source({ stage, microbatch, kind }, numStages) {
