@@ -161,3 +161,8 @@ def test_the_pages_have_as_many_levels_as_there_are_targets():
     ):
         text = (ROOT / "docs" / f"{page}_puzzle.md").read_text("utf-8")
         assert text.count("<option value=") == text.count("    <p>") == len(levels)
+
+
+def test_the_scripts_stay_small():
+    texts = [path.read_text("utf-8") for path in (ROOT / "docs/_static").glob("*.js")]
+    assert sum(len(text.splitlines()) for text in texts) <= 900
