@@ -190,11 +190,11 @@ def check_steps(steps: Steps, k: int) -> None:
 
 
 def conflict(sent: list[Move], written: list[Move], step: list[Move]) -> str:
-    """Return why a chunk cannot be sent and written by these moves of a step, if so."""
+    """Return why a chunk cannot be sent and written by these moves of a step, or ""."""
     if not sent:
         if len(written) == 1 or all(m.reduce for m in written):
             return ""
-        return "is taken twice, and not reduced both times: use two steps"
+        return "arrives more than once, and is not reduced each time: use two steps"
     m = sent[0]  # else it must be exchanged, and nothing else between the two
     back = Move(m.dst, m.src, m.chunk, True)
     between = [move for move in step if {move.src, move.dst} == {m.src, m.dst}]
@@ -202,7 +202,7 @@ def conflict(sent: list[Move], written: list[Move], step: list[Move]) -> str:
         return ""
     return (
         "is sent, and the same step changes it: use two steps, or let two exchange it"
-        " and both reduce it"
+        " and nothing else, and both reduce it"
     )
 
 

@@ -94,12 +94,16 @@ def leave_out_fields(app, what, name, obj, skip, options) -> bool | None:
 
 def finish(app, exception) -> None:
     """Let the folder open on its front page; name the theme's arrows in the sidebar."""
-    page = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
+    if exception:
+        return
+    page = '<!doctype html><title>d2lpar</title><a href="docs/index.html">d2lpar</a>'
+    page += '<meta http-equiv="refresh" content="0; url=docs/index.html">'
     Path(app.outdir, "index.html").write_text(page, encoding="utf-8")
     for path in Path(app.outdir).rglob("*.html"):
         text = path.read_text("utf-8")
         named = text.replace("<summary><span", '<summary aria-label="Pages"><span')
-        path.write_text(named, encoding="utf-8")
+        if named != text:
+            path.write_text(named, encoding="utf-8")
 
 
 def setup(app) -> None:

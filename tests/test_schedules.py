@@ -99,7 +99,7 @@ def test_a_wrong_schedule_is_refused_with_what_it_leaves(wrong):
 
 NOT_BETWEEN, NO_CHUNK = r"Move\(.* is not between two of 3", r"Move\(.* names no chunk"
 TORN = r"in step 2 chunk [01] of participant \d is sent, and the same step changes it"
-TWICE = r"in step 2 chunk [01] of participant 2 is taken twice, and not reduced both"
+TWICE = r"in step 2 chunk [01] of participant 2 arrives more than once, and is not"
 REFUSED = [
     ([Move(0, 3, 0, True)], NOT_BETWEEN),
     ([Move(-1, 0, 0, True)], NOT_BETWEEN),

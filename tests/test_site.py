@@ -144,11 +144,13 @@ def test_each_level_lets_its_own_schedule_pass_and_refuses_others():
     assert set(in_node("allreduce.js", calls)) == {""}
     ring, tree = levels[3:5]
     first = {"src": 0, "dst": 1, "first": 0, "end": 1, "reduce": True}
+    single = "a device sends at most one message in a step, and takes at most one"
     for level, change, says in (
         (ring, {"dst": 2}, "0 sends to 1 only, its neighbour"),
         (ring, {"src": 3, "dst": 1}, "3 sends to 0 only, its neighbour"),
-        (ring, {}, "each sends one message in a step, and 0 sends one already"),
-        (tree, {"src": 2}, "each takes one message in a step, and 1 takes one already"),
+        (ring, {}, single),
+        (tree, {"src": 2}, single),
+        (tree, {"dst": 2}, single),
     ):
         call = ["levelRefusal", level, 4, [first], first | change]
         assert in_node("allreduce.js", [call]) == [f"in this level {says}"]

@@ -15,9 +15,9 @@ from d2lpar.pipeline_schedules import is_split, kept, play
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ["star", "ring", "tree", "direct", "halving_doubling", "recursive_doubling"]
 SCHEDULES = {name: getattr(schedules, name) for name in NAMES}
-NAMES = ["sequential", "gpipe", "one_f_one_b", "interleaved", "zero_bubble"]
-NAMES += ["zero_bubble_v"]
-PIPELINES = {name: getattr(pipeline_schedules, name) for name in NAMES}
+ORDERS = ["sequential", "gpipe", "one_f_one_b", "interleaved", "zero_bubble"]
+ORDERS += ["zero_bubble_v"]
+PIPELINES = {name: getattr(pipeline_schedules, name) for name in ORDERS}
 
 # The puzzles' levels: a schedule that meets the target, its size, and for an allreduce
 # the rules. "neighbours": each sends to the next one only; "single": in a step each
@@ -109,7 +109,7 @@ def possible(schedule, sizes) -> dict:
 
 
 def write_players(folder: Path) -> None:
-    """Write the data that the pages show: up to 8 devices, 6 ranks, 12 batches."""
+    """Write the data that the pages show: 8 devices; 6 ranks, 12 micro-batches."""
     sizes = [(p, m) for p in range(2, 7) for m in range(1, 13)]
     data = {
         "schedules": {
@@ -117,7 +117,7 @@ def write_players(folder: Path) -> None:
             for name, schedule in SCHEDULES.items()
         },
         "pipelines": {
-            name: possible(order, sizes) for name, order in PIPELINES.items()
+            name: possible(schedule, sizes) for name, schedule in PIPELINES.items()
         },
         "allreduce-levels": allreduce_levels(),
         "pipeline-levels": pipeline_levels(),

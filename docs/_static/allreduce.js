@@ -24,14 +24,14 @@ function checkSteps(steps) {
 
 /** Why a chunk cannot be sent and written by these moves of a step, or "". */
 function conflict(sent, written, step) {
-  const isFine = written.length === 1 || written.every((move) => move.reduce);
-  if (!sent.length) return isFine ? "" : "is taken twice, and not reduced both times: use two steps";
+  const isReduced = written.length === 1 || written.every((move) => move.reduce);
+  if (!sent.length) return isReduced ? "" : "arrives more than once, and is not reduced each time: use two steps";
   const [there, back] = [sent[0], written[0]]; // it must be exchanged, and nothing else between
   const [a, b] = [there.src, there.dst];
   const between = step.filter(({ src, dst }) => (src === a && dst === b) || (src === b && dst === a));
   const alone = sent.length === 1 && written.length === 1 && between.length === 2;
   const isBack = back.src === b && back.first === there.first && back.end === there.end;
-  const advice = "use two steps, or let two exchange it and both reduce it";
+  const advice = "use two steps, or let two exchange it and nothing else, and both reduce it";
   const isExchange = alone && isBack && there.reduce && back.reduce;
   return isExchange ? "" : `is sent, and the same step changes it: ${advice}`;
 }
@@ -39,13 +39,10 @@ function conflict(sent, written, step) {
 /** Why a move cannot join the last step under a level's own rules, or "" if it can. */
 function levelRefusal({ neighbours, single }, k, step, { src, dst }) {
   const next = (src + 1) % k;
-  if (neighbours && dst !== next)
-    return `in this level ${src} sends to ${next} only, its neighbour`;
-  if (single && step.some((move) => move.src === src))
-    return `in this level each sends one message in a step, and ${src} sends one already`;
-  if (single && step.some((move) => move.dst === dst))
-    return `in this level each takes one message in a step, and ${dst} takes one already`;
-  return "";
+  if (neighbours && dst !== next) return `in this level ${src} sends to ${next} only, its neighbour`;
+  const isTwice = step.some((move) => move.src === src || move.dst === dst);
+  const rule = "in this level a device sends at most one message in a step, and takes at most one";
+  return single && isTwice ? rule : "";
 }
 
 /** Who holds whose contribution: [step][participant][chunk] is a sorted list; step 0: the start. */

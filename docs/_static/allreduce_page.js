@@ -115,12 +115,11 @@ class SchedulePlayer extends Player {
     return { title: this.nameOf(name), parts, k, schedule, cost, board, moments, states: holdings(schedule, k) };
   }
 
-  row({ title, moments, cost }) {
-    return [title, moments.length - 1, bytes(Math.max(...cost.at(-1).sent)), time(moments.at(-1))];
+  row({ title, cost }) {
+    return [title, cost.length - 1, bytes(Math.max(...cost.at(-1).sent)), time(cost.at(-1).seconds)];
   }
 
-  /** 1.5 s for each step, and where it plays again and again 1.5 s to see the end. */
-  pace() { return this.moments.slice(this.timeline.loops ? 0 : 1).map(() => 1500); }
+  pace() { return this.moments.slice(1).map(() => 1500); }
 
   timeInWords() { return time(this.now); }
 
@@ -154,7 +153,6 @@ class AllreducePuzzle extends Puzzle {
     super(root, levels);
     this.parts.run.addEventListener("click", () => this.runStep());
     this.parts.undo.addEventListener("click", () => this.undo());
-    this.parts.board.addEventListener("click", ({ target }) => this.press(target.dataset));
     this.parts.board.addEventListener("keydown", (event) => this.pressKey(event));
     this.timeline = new Timeline(this.parts, (x) => this.show(x));
   }
@@ -191,7 +189,8 @@ class AllreducePuzzle extends Puzzle {
 
   /** A press chooses a chunk, or more chunks of the same device; on another device it sends. */
   press(data) {
-    const [{ chosen }, r, c] = [this, Number(data.r), Number(data.c)]; // c is NaN for a device
+    const { chosen } = this;
+    const [r, c] = [Number(data.r), Number(data.c)]; // c is NaN for a device
     if (data.r === undefined) return;
     if (chosen && r !== chosen.src) return this.send(r);
     if (!data.c) return this.say(chosen ? "Now press another device." : "First press a chunk.");
@@ -200,7 +199,7 @@ class AllreducePuzzle extends Puzzle {
     this.chosen = isSame ? null : { src: r, first, end };
     const what = chunksInWords({ first, end }, this.level.chunks);
     this.update("");
-    this.say(isSame ? "Nothing is chosen." : `Device ${r} sends ${what}. Now press the device that takes this.`);
+    this.say(isSame ? "Nothing is chosen." : `Device ${r} sends ${what}. Now press the device that takes it.`);
   }
 
   send(dst) {
@@ -236,15 +235,17 @@ class AllreducePuzzle extends Puzzle {
     const { steps, open } = this.state;
     this.chosen = null;
     if (open.pop()) return this.update("The last move is taken back.");
-    if (!steps.length) return;
+    if (!steps.length) return this.update("Nothing is placed.");
     this.state.open = steps.pop();
     this.update(`Step ${steps.length + 1} is open again.`);
   }
 
   get schedule() {
-    const steps = [...this.state.steps, this.state.open].filter((step) => step.length);
-    return { chunks: this.level.chunks, steps };
+    const { steps, open } = this.state;
+    return { chunks: this.level.chunks, steps: [...steps, open].filter((step) => step.length) };
   }
+
+  inPython() { return stepsInPython(this.schedule); }
 
   rows() {
     const [{ k, chunks, target }, { steps }] = [this.level, this.schedule];
@@ -267,7 +268,6 @@ class AllreducePuzzle extends Puzzle {
       target.setAttribute("aria-pressed", r === chosen?.src && chosen.first <= c && c < chosen.end);
       target.setAttribute("aria-description", `holds the contributions of ${state[r][c].join(", ")}`);
     }
-    return stepsInPython(this.schedule);
   }
 
   /** Show the steps that have run; at the end, the moves of the open step wait. */

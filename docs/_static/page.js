@@ -86,31 +86,33 @@ class Timeline {
     this.parts.play.textContent = state === "playing" ? "Pause" : "Play";
     let before = performance.now();
     const tick = (now) => {
+      this.frame = requestAnimationFrame(tick);
+      if (now < before) return;
       const speed = Number(this.parts.speed?.value ?? 1);
-      const passed = (speed * Math.max(now - before, 0)) / this.durations[Math.floor(this.x)];
+      const passed = (speed * (now - before)) / this.durations[Math.floor(this.x)];
       before = now;
       this.draw(Math.min(this.x + passed, until));
-      if (this.x === until && !this.loops) return this.go(until);
-      if (this.x === until) this.x = 0;
-      this.frame = requestAnimationFrame(tick);
+      if (this.x < until) return;
+      if (state === "stepping" || !this.loops) return this.go(until);
+      [this.x, before] = [0, now + 1500]; // time to see the end
     };
     this.frame = requestAnimationFrame(tick);
   }
 }
 
 /** What both players share: a schedule, another beside it, one time for both, and an address.
- *  Each has its own plan(name, parts) with `title` and `moments`, row(), pace(), draw(), tell(). */
+ *  Each has its own plan(name, parts) with `title` and `moments`, row() of a table, layOut(), pace(),
+ *  timeInWords(), draw() for each frame, and tell() for each moment. */
 class Player {
   constructor(root, schedules) {
-    Object.assign(this, { root, schedules, parts: partsOf(root), now: 0, share: 0 });
+    Object.assign(this, { root, schedules, parts: partsOf(root), now: 0 });
     this.controls = [...root.querySelectorAll(".controls [data-part]")];
-    for (const input of this.controls) input.addEventListener("input", () => this.choose(input));
+    for (const input of this.controls) input.addEventListener("input", () => this.choose());
     this.timeline = new Timeline(this.parts, (x) => this.show(x));
     this.timeline.loops = "autoplay" in root.dataset;
   }
 
-  begin() {
-    const { moment } = readAddress(this.parts);
+  begin({ moment }) {
     this.choose();
     this.timeline.go(Number(moment) || 0);
     this.timeline.settled = () => writeAddress(this.controls, { moment: Math.floor(this.timeline.x) });
@@ -119,9 +121,9 @@ class Player {
 
   nameOf(name) { return this.parts.schedule.querySelector(`[value=${name}]`)?.text ?? name; }
 
-  /** Show what the controls say, at about the moment that was shown before. */
-  choose(changed) {
-    const { schedule, beside, panels, panel } = this.parts;
+  /** Show what the controls say, at the time that was shown before. */
+  choose() {
+    const [{ schedule, beside, panels, panel }, { now }] = [this.parts, this];
     const names = [schedule.value, beside.value].filter(Boolean);
     panels.replaceChildren(...names.map(() => panel.content.cloneNode(true)));
     this.panels = names.map((name, i) => this.plan(name, partsOf(panels.children[i])));
@@ -131,10 +133,9 @@ class Player {
     const rows = Object.keys(this.schedules).map((name) => this.row(this.plan(name, {})));
     if (this.parts.table) fill(this.parts.table, rows, (i) => titles.includes(rows[i][0]));
     this.layOut?.();
-    const now = changed === beside ? this.now : this.share * this.moments.at(-1);
-    const off = this.moments.map((end) => Math.abs(end - now));
     this.told = null;
-    this.timeline.go(off.indexOf(Math.min(...off)), this.pace());
+    this.timeline.go(this.moments.findLastIndex((end) => end <= now * (1 + 1e-9)), this.pace());
+    this.now = now; // only the reader's own steps change it
   }
 
   /** Draw all schedules at x, between two moments; at each moment say what they do. */
@@ -142,8 +143,8 @@ class Player {
     const i = Math.min(Math.floor(x), this.moments.length - 1);
     const [begin, end] = [this.moments[i], this.moments[i + 1] ?? this.moments[i]];
     this.now = begin + (x - i) * (end - begin);
-    this.share = this.now / (this.moments.at(-1) || 1);
     for (const panel of this.panels) this.draw(panel);
+    this.parts.count.setAttribute("aria-live", this.timeline.state === "still" ? "polite" : "off");
     this.parts.count.textContent = this.timeInWords();
     this.parts.position.setAttribute("aria-valuetext", this.timeInWords());
     if (this.told !== i) for (const panel of this.panels) this.tell(panel);
@@ -151,15 +152,19 @@ class Player {
   }
 }
 
+let memory = {}; // where puzzles are kept until one comes back
+try { memory = localStorage; } catch { /* a page in a sandbox may not */ }
+
 /** What both puzzles share: levels, targets, a list that grows as Python, and what is said. Each has
- *  empty() state, setUp(), rows() of targets, draw(rows), which returns Python, and done(), in words. */
+ *  its own empty() state, setUp(), press(), rows() of targets, draw(rows), inPython(), done() in words. */
 class Puzzle {
   constructor(root, levels) {
-    Object.assign(this, { levels, parts: partsOf(root), states: [] });
+    const key = JSON.stringify(levels); // other levels, another memory
+    Object.assign(this, { levels, key, parts: partsOf(root), states: JSON.parse(memory[key] ?? "[]") });
     const { level, again, next, copy, python } = this.parts;
-    readAddress(this.parts);
+    root.addEventListener("click", ({ target }) => this.press(target.dataset));
     level.addEventListener("input", () => this.begin());
-    again.addEventListener("click", () => this.begin(true));
+    again.addEventListener("click", () => this.begin("again"));
     copy.addEventListener("click", () => {
       this.say("Select the list below, and copy it."); // where the page may not
       navigator.clipboard?.writeText(python.textContent).then(() => this.say("Copied."), () => {});
@@ -172,9 +177,9 @@ class Puzzle {
   }
 
   /** Begin a level again, or go on where one left it. */
-  begin(isAgain = false) {
+  begin(how) {
     const i = this.parts.level.selectedIndex;
-    if (isAgain) delete this.states[i];
+    if (how === "again") delete this.states[i];
     if (this.level) writeAddress([this.parts.level], {});
     this.level = this.levels[i];
     this.state = this.states[i] ??= this.empty();
@@ -187,24 +192,30 @@ class Puzzle {
   update(words) {
     const { level, next, targets, python } = this.parts;
     const [rows, done, option] = [this.rows(), this.done(), level.selectedOptions[0]];
-    const missed = rows.find(([, mine, target]) => mine > target);
-    fill(targets, rows, (i) => rows[i][1] > rows[i][2]);
-    python.textContent = this.draw(rows);
-    const isSolved = done !== "" && !missed;
+    const missed = rows.filter(([, mine, target]) => mine > target);
+    fill(targets, rows, (i) => missed.includes(rows[i]));
+    python.textContent = this.inPython();
+    this.draw(rows);
+    const isSolved = done !== "" && !missed.length;
     next.hidden = !isSolved || level.selectedIndex === this.levels.length - 1;
     if (isSolved) option.text = `${option.text.replace(" ✓", "")} ✓`;
-    const verdict = missed ? `${done}, but a target is missed: ${missed[0]}.` : `Solved. ${done}.`;
+    const over = missed.map(([name, mine, target]) => `${name.toLowerCase()} (${mine}, not ${target})`);
+    const verdict = isSolved ? `Solved. ${done}.` : `${done}, but not within the target: ${over.join("; ")}.`;
     this.say(done ? verdict : words);
+    memory[this.key] = JSON.stringify(this.states);
   }
 
   say(words) { this.parts.said.textContent = words; }
 }
 
-/** Begin what a page shows: one object for each element of a class, with the page's data. */
+/** Begin what a page shows, and again when an address is pasted: an object for each root. */
 function start(Kind, className, data) {
   document.addEventListener("DOMContentLoaded", () => {
-    for (const root of document.querySelectorAll(`.${className}`))
-      new Kind(root, JSON.parse(document.getElementById(data).textContent)).begin();
+    for (const root of document.querySelectorAll(`.${className}`)) {
+      const made = new Kind(root, JSON.parse(document.getElementById(data).textContent));
+      const begin = () => made.begin(readAddress(made.parts));
+      addEventListener("hashchange", () => location.hash.includes("=") && begin());
+      begin();
+    }
   });
 }
-addEventListener("hashchange", () => location.hash.includes("=") && location.reload()); // a pasted address

@@ -28,7 +28,6 @@ function needs(action, numStages) {
   return [source(action, numStages), own].filter(Boolean);
 }
 
-/** Whether backward passes are split in two: whether there is a "weight". */
 const isSplit = (orders) => orders.flat().some((action) => action.kind === "weight");
 
 /** The ticks, lists of actions: each rank does its next action if all it needs was done before.
@@ -75,11 +74,10 @@ function clock(orders, numStages, { forward, backward, weight, transfer }) {
 
 const duration = (spans) => Math.max(0, ...spans.flat().map((span) => span.end));
 
-/** The idle part of all ranks' time, from the first start to the last end: 0 to 1. */
+/** The idle part of all ranks' time, 0 to 1. */
 function bubble(spans) {
   const busy = spans.flat().reduce((sum, { start, end }) => sum + end - start, 0);
-  const first = Math.min(...spans.flat().map((span) => span.start));
-  return 1 - busy / (spans.length * (duration(spans) - first));
+  return 1 - busy / (spans.length * duration(spans));
 }
 
 /** How many activations a rank keeps, and since when: a list of {time, count}. Those of a

@@ -49,8 +49,7 @@ class Chart {
     this.veil.setAttribute("x", x);
     this.veil.setAttribute("width", this.x(this.total) - x);
     this.cursor.setAttribute("d", `M${x} 0V${this.bottom + 4}`);
-    const box = this.svg.parentElement;
-    box.scrollLeft = x - box.clientWidth / 2;
+    this.svg.parentElement.scrollLeft = x - this.svg.parentElement.clientWidth / 2;
   }
 }
 
@@ -95,10 +94,10 @@ class PipelinePlayer extends Player {
 
   draw({ chart }) { chart.show(this.now); }
 
-  tell({ parts, spans, split, v, most }, { now } = this) {
+  tell({ parts, spans, split, v, most }) {
     const rows = spans.map((own, rank) => {
-      const span = own.find(({ start, end }) => start <= now && now < end);
-      const keeps = kept(own, split).findLast(({ time }) => time <= now)?.count ?? 0;
+      const span = own.find(({ start, end }) => start <= this.now && this.now < end);
+      const keeps = kept(own, split).findLast(({ time }) => time <= this.now)?.count ?? 0;
       return [rank, span ? `${span.action.kind} ${span.action.microbatch}` : "idle", keeps / v, most[rank]];
     });
     fill(parts.state, rows);
@@ -107,18 +106,13 @@ class PipelinePlayer extends Player {
 
 /** Give each rank its next pass, which runs as soon as it can; a level has a target. */
 class PipelinePuzzle extends Puzzle {
-  constructor(root, levels) {
-    super(root, levels);
-    this.parts.ranks.addEventListener("click", ({ target }) => this.press(target.dataset));
-  }
-
   empty() { return { ranks: this.level.stages.map((stages) => ({ stages, word: "" })) }; }
 
   setUp() {
     this.split = this.level.letters.includes("W");
     const lines = this.level.stages.map((stages, rank) => {
       const buttons = [...this.level.letters, "⌫"].map((letter) => {
-        const style = `${KINDS[letter.toUpperCase()]} ${letter === letter.toUpperCase() ? "" : "second"}`;
+        const style = `${KINDS[letter.toUpperCase()] ?? ""} ${letter === letter.toUpperCase() ? "" : "second"}`;
         return `<button type="button" class="${style}" data-rank="${rank}" data-letter="${letter}"
           aria-label="take back the last pass of rank ${rank}">${letter}</button>`;
       });
@@ -140,24 +134,25 @@ class PipelinePuzzle extends Puzzle {
     if (!letter) return;
     const { word, stages } = this.state.ranks[rank];
     const isBack = letter === "⌫";
-    const action = isBack ? {} : spell(word + letter, stages).at(-1);
-    const all = `all micro-batches have made their ${action.kind} pass on stage ${action.stage}`;
-    if (action.microbatch === this.level.m) return this.say(`Refused: ${all}.`);
+    if (isBack && !word) return this.say(`Rank ${rank} has no pass yet.`);
+    const action = isBack ? null : spell(word + letter, stages).at(-1);
+    if (action?.microbatch === this.level.m) return this.say(`Refused: stage ${action.stage} has run all of these.`);
     const ranks = this.state.ranks.with(rank, { stages, word: isBack ? word.slice(0, -1) : word + letter });
     try {
       this.spans(ranks);
     } catch (error) {
-      return this.say(`Refused: ${error.message}.`);
+      return this.say(`Refused${isBack ? ", for another pass needs it" : ""}: ${error.message}.`);
     }
     this.state.ranks = ranks;
     this.update(`Rank ${rank}: ${isBack ? "its last pass is taken back" : inWords(action)}.`);
   }
 
   done() {
-    const { m, letters } = this.level;
-    const isFull = this.state.ranks.every(({ word }) => word.length === m * letters.length);
-    return isFull ? "All micro-batches are through" : "";
+    const length = this.level.m * this.level.letters.length;
+    return this.state.ranks.every(({ word }) => word.length === length) ? "All passes are made" : "";
   }
+
+  inPython() { return ordersInPython(this.state.ranks); }
 
   rows() {
     const [{ target }, spans] = [this.level, this.spans()];
@@ -181,7 +176,6 @@ class PipelinePuzzle extends Puzzle {
         buttons[i].setAttribute("aria-disabled", isOver);
       });
     });
-    return ordersInPython(this.state.ranks);
   }
 }
 
