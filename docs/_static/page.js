@@ -1,6 +1,6 @@
 // What the pages with schedules share: marks in SVG, tables, time, addresses, and two base classes.
 
-const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288", "#117733", "#6699CC", "#882255"];
+const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288", "#806000", "#6699CC", "#882255"];
 const noMotion = window.matchMedia("(prefers-reduced-motion: reduce)");
 
 /** Add an SVG element to a parent and return it. */
