@@ -40,9 +40,8 @@ function conflict(sent, written, step) {
 function levelRefusal({ neighbours, single }, k, step, { src, dst }) {
   const next = (src + 1) % k;
   if (neighbours && dst !== next) return `in this level ${src} sends to ${next} only, its neighbour`;
-  const isTwice = step.some((move) => move.src === src || move.dst === dst);
-  const rule = "in this level a device sends at most one message in a step, and takes at most one";
-  return single && isTwice ? rule : "";
+  if (!single || !step.some((move) => move.src === src || move.dst === dst)) return "";
+  return "in this level a device sends at most one message in a step, and takes at most one";
 }
 
 /** Who holds whose contribution: [step][participant][chunk] is a sorted list; step 0: the start. */
@@ -92,8 +91,7 @@ function costs({ chunks, steps }, k, nbytes, alpha = 1e-5, beta = 1e-10) {
       sending[src] += alpha + size * beta;
       receiving[dst] += alpha + size * beta;
     }
-    const seconds = all[all.length - 1].seconds + Math.max(...sending, ...receiving);
-    all.push({ sent, seconds });
+    all.push({ sent, seconds: all.at(-1).seconds + Math.max(...sending, ...receiving) });
   }
   return all;
 }

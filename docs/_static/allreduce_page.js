@@ -180,14 +180,13 @@ class AllreducePuzzle extends Puzzle {
   pressKey(event) {
     const [targets, device] = [[...this.targets.children], this.level.chunks + 1];
     const ways = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -device, ArrowDown: device, Enter: 0, " ": 0 };
-    if (!(event.key in ways) || event.altKey) return;
+    if (!(event.key in ways) || event.altKey || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
-    const way = ways[event.key];
-    if (way) targets.at((targets.indexOf(event.target) + way) % targets.length).focus();
+    if (ways[event.key]) targets.at((targets.indexOf(event.target) + ways[event.key]) % targets.length).focus();
     else event.target.dispatchEvent(new MouseEvent("click", { bubbles: true }));
   }
 
-  /** A press chooses a chunk, or more chunks of the same device; on another device it sends. */
+  /** A press chooses a chunk, more chunks of the same device, or none again; on another device it sends. */
   press(data) {
     const { chosen } = this;
     const [r, c] = [Number(data.r), Number(data.c)]; // c is NaN for a device
@@ -207,10 +206,11 @@ class AllreducePuzzle extends Puzzle {
     const move = { ...chosen, dst, reduce: this.parts.add.checked };
     this.chosen = null;
     const why = levelRefusal(this.level, k, open, move) || checkSteps([...steps, [...open, move]]);
-    if (why) return this.update(`Refused, and not placed: ${why}.`);
-    open.push(move);
+    if (!why) open.push(move);
     const how = move.reduce ? "It is added." : "It replaces what is there.";
-    this.update(`Device ${move.src} sends ${chunksInWords(move, chunks)} to device ${dst}. ${how}`);
+    const words = `Device ${move.src} sends ${chunksInWords(move, chunks)} to device ${dst}. ${how}`;
+    this.update("");
+    this.say(why ? `Refused, nothing is placed: ${why}.` : words);
   }
 
   runStep() {
@@ -218,8 +218,8 @@ class AllreducePuzzle extends Puzzle {
     if (!open.length) return this.say("This step has no moves yet: press a chunk, then a device.");
     steps.push(open);
     this.state.open = [];
-    const sums = holdings(this.schedule, k).at(-1).flat().filter((held) => isWhole(held, k));
-    const soFar = `Step ${steps.length} has run: ${sums.length} of ${k * chunks} sums are whole.`;
+    const whole = holdings(this.schedule, k).at(-1).flat().filter((held) => isWhole(held, k)).length;
+    const soFar = `Step ${steps.length} has run: ${whole} of ${k * chunks} sums are whole.`;
     this.update(steps.length < target.steps ? soFar : `Not yet: ${verifyAllreduce(this.schedule, k)}.`);
     this.timeline.go(steps.length - 1);
     this.timeline.run("stepping", steps.length);
@@ -234,7 +234,8 @@ class AllreducePuzzle extends Puzzle {
   undo() {
     const { steps, open } = this.state;
     this.chosen = null;
-    if (open.pop()) return this.update("The last move is taken back.");
+    const last = open.pop();
+    if (last) return this.update(`Taken back: ${chunksInWords(last, this.level.chunks)} of device ${last.src}.`);
     if (!steps.length) return this.update("Nothing is placed.");
     this.state.open = steps.pop();
     this.update(`Step ${steps.length + 1} is open again.`);

@@ -12,7 +12,7 @@ function mark(parent, name, attributes = {}, text = "") {
   return made;
 }
 
-/** The controls of a page, by their data-part: a page has the player's HTML already. */
+/** The controls and other parts of a page, by their data-part. */
 const partsOf = (root) =>
   Object.fromEntries([...root.querySelectorAll("[data-part]")].map((part) => [part.dataset.part, part]));
 
@@ -43,8 +43,8 @@ function writeAddress(controls, words) {
 
 /** Back, Step, Play and a slider over moments 0, 1, …: show(x) draws any x between them. */
 class Timeline {
-  constructor(parts, show) {
-    Object.assign(this, { parts, show, x: 0, state: "still", until: 0, frame: 0 });
+  constructor(parts, show, loops = false) {
+    Object.assign(this, { parts, show, loops, x: 0, state: "still", until: 0, frame: 0, settled: () => {} });
     const { back, forward, play, position } = parts;
     position?.addEventListener("input", () => this.go(Number(position.value)));
     back?.addEventListener("click", () => this.go(Math.ceil(this.x) - 1));
@@ -58,7 +58,7 @@ class Timeline {
     Object.assign(this, { durations, state: "still" });
     this.parts.play.textContent = "Play";
     this.draw(Math.min(Math.max(x, 0), durations.length));
-    this.settled?.();
+    this.settled();
   }
 
   draw(x) {
@@ -88,37 +88,38 @@ class Timeline {
     const tick = (now) => {
       this.frame = requestAnimationFrame(tick);
       if (now < before) return;
+      if (this.x === until) this.x = 0; // again
       const speed = Number(this.parts.speed?.value ?? 1);
       const passed = (speed * (now - before)) / this.durations[Math.floor(this.x)];
       before = now;
       this.draw(Math.min(this.x + passed, until));
       if (this.x < until) return;
       if (state === "stepping" || !this.loops) return this.go(until);
-      [this.x, before] = [0, now + 1500]; // time to see the end
+      before = now + 1500; // time to see the end
     };
     this.frame = requestAnimationFrame(tick);
   }
 }
 
 /** What both players share: a schedule, another beside it, one time for both, and an address.
- *  Each has its own plan(name, parts) with `title` and `moments`, row() of a table, layOut(), pace(),
- *  timeInWords(), draw() for each frame, and tell() for each moment. */
+ *  Each has its own plan(name, parts) with `title` and `moments`, row() of a table, pace(), draw() for each
+ *  frame, tell() for each moment, timeInWords(), and layOut() where panels share a scale. */
 class Player {
   constructor(root, schedules) {
     Object.assign(this, { root, schedules, parts: partsOf(root), now: 0 });
     this.controls = [...root.querySelectorAll(".controls [data-part]")];
     for (const input of this.controls) input.addEventListener("input", () => this.choose());
-    this.timeline = new Timeline(this.parts, (x) => this.show(x));
-    this.timeline.loops = "autoplay" in root.dataset;
+    this.timeline = new Timeline(this.parts, (x) => this.show(x), "autoplay" in root.dataset);
   }
 
   begin({ moment }) {
     this.choose();
     this.timeline.go(Number(moment) || 0);
-    this.timeline.settled = () => writeAddress(this.controls, { moment: Math.floor(this.timeline.x) });
+    if (this.controls.length) this.timeline.settled = () => this.keepAddress();
     if (this.timeline.loops && !noMotion.matches) this.timeline.play();
   }
 
+  keepAddress() { writeAddress(this.controls, { moment: Math.floor(this.timeline.x) }); }
   nameOf(name) { return this.parts.schedule.querySelector(`[value=${name}]`)?.text ?? name; }
 
   /** Show what the controls say, at the time that was shown before. */
@@ -129,9 +130,9 @@ class Player {
     this.panels = names.map((name, i) => this.plan(name, partsOf(panels.children[i])));
     const moments = [0, ...this.panels.flatMap((plan) => plan.moments)].sort((a, b) => a - b);
     this.moments = moments.filter((end, i) => !i || end > moments[i - 1] * (1 + 1e-9));
-    const titles = this.panels.map(({ title }) => title);
+    const isShown = (title) => this.panels.some((panel) => panel.title === title);
     const rows = Object.keys(this.schedules).map((name) => this.row(this.plan(name, {})));
-    if (this.parts.table) fill(this.parts.table, rows, (i) => titles.includes(rows[i][0]));
+    if (this.parts.table) fill(this.parts.table, rows, (i) => isShown(rows[i][0]));
     this.layOut?.();
     this.told = null;
     this.timeline.go(this.moments.findLastIndex((end) => end <= now * (1 + 1e-9)), this.pace());
@@ -152,19 +153,19 @@ class Player {
   }
 }
 
-let memory = {}; // where puzzles are kept until one comes back
-try { memory = localStorage; } catch { /* a page in a sandbox may not */ }
+let memory = {}; // where puzzles are kept; in the browser, unless the page is in a sandbox
+try { memory = localStorage; } catch {}
 
 /** What both puzzles share: levels, targets, a list that grows as Python, and what is said. Each has
  *  its own empty() state, setUp(), press(), rows() of targets, draw(rows), inPython(), done() in words. */
 class Puzzle {
   constructor(root, levels) {
-    const key = JSON.stringify(levels); // other levels, another memory
-    Object.assign(this, { levels, key, parts: partsOf(root), states: JSON.parse(memory[key] ?? "[]") });
+    this.key = JSON.stringify(levels); // other levels, another memory
+    Object.assign(this, { levels, parts: partsOf(root), states: JSON.parse(memory[this.key] ?? "[]") });
     const { level, again, next, copy, python } = this.parts;
     root.addEventListener("click", ({ target }) => this.press(target.dataset));
     level.addEventListener("input", () => this.begin());
-    again.addEventListener("click", () => this.begin("again"));
+    again.addEventListener("click", () => this.begin({ again: true }));
     copy.addEventListener("click", () => {
       this.say("Select the list below, and copy it."); // where the page may not
       navigator.clipboard?.writeText(python.textContent).then(() => this.say("Copied."), () => {});
@@ -177,9 +178,9 @@ class Puzzle {
   }
 
   /** Begin a level again, or go on where one left it. */
-  begin(how) {
+  begin({ again = false } = {}) {
     const i = this.parts.level.selectedIndex;
-    if (how === "again") delete this.states[i];
+    if (again) delete this.states[i];
     if (this.level) writeAddress([this.parts.level], {});
     this.level = this.levels[i];
     this.state = this.states[i] ??= this.empty();
@@ -191,14 +192,16 @@ class Puzzle {
   /** Show the state, and say something; where the list is complete, whether it is good. */
   update(words) {
     const { level, next, targets, python } = this.parts;
-    const [rows, done, option] = [this.rows(), this.done(), level.selectedOptions[0]];
+    const [rows, done] = [this.rows(), this.done()];
     const missed = rows.filter(([, mine, target]) => mine > target);
     fill(targets, rows, (i) => missed.includes(rows[i]));
     python.textContent = this.inPython();
     this.draw(rows);
     const isSolved = done !== "" && !missed.length;
     next.hidden = !isSolved || level.selectedIndex === this.levels.length - 1;
-    if (isSolved) option.text = `${option.text.replace(" ✓", "")} ✓`;
+    this.state.isSolved ||= isSolved;
+    for (const [i, option] of [...level.options].entries())
+      option.text = option.text.replace(" ✓", "") + (this.states[i]?.isSolved ? " ✓" : "");
     const over = missed.map(([name, mine, target]) => `${name.toLowerCase()} (${mine}, not ${target})`);
     const verdict = isSolved ? `Solved. ${done}.` : `${done}, but not within the target: ${over.join("; ")}.`;
     this.say(done ? verdict : words);

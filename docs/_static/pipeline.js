@@ -40,8 +40,7 @@ function play(orders, numStages) {
     const tick = heads.filter((head) => !lacks(head).length);
     if (!tick.length) {
       const last = heads.at(-1);
-      const [first] = lacks(last);
-      throw new Error(`tick ${ticks.length}: ${inWords(last)} waits for ${inWords(first)}`);
+      throw new Error(`tick ${ticks.length}: ${inWords(last)} waits for ${inWords(lacks(last)[0])}`);
     }
     for (const order of todo) if (tick.includes(order[0])) order.shift();
     for (const action of tick) done.add(inWords(action));

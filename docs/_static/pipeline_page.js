@@ -3,9 +3,8 @@
 
 const [LEFT, TOP, ROW, BAR, STRIP] = [54, 6, 50, 26, 14]; // of a chart, in pixels
 
-/** Ranks as rows, passes as bars over time, and below each row how many activations it keeps. */
+/** Ranks as rows, passes as bars over time, and a strip, as high as what a rank keeps (of `most`). */
 class Chart {
-  /** Draw spans per rank up to a time. The strip is as high as `most` activations. */
   constructor(svg, spans, { total, most, split, target }) {
     const unit = Math.min(Math.max(620 / total, 16), 40); // pixels; it fits, if numbers still can be read
     Object.assign(this, { svg, unit, total, end: duration(spans), bottom: TOP + ROW * spans.length });
@@ -45,7 +44,7 @@ class Chart {
 
   /** Veil what is still to come. */
   show(now) {
-    const x = this.x(Math.min(now, this.total));
+    const x = this.x(now);
     this.veil.setAttribute("x", x);
     this.veil.setAttribute("width", this.x(this.total) - x);
     this.cursor.setAttribute("d", `M${x} 0V${this.bottom + 4}`);
@@ -149,14 +148,14 @@ class PipelinePuzzle extends Puzzle {
 
   done() {
     const length = this.level.m * this.level.letters.length;
-    return this.state.ranks.every(({ word }) => word.length === length) ? "All passes are made" : "";
+    return this.state.ranks.every(({ word }) => word.length === length) ? "All micro-batches are done" : "";
   }
 
   inPython() { return ordersInPython(this.state.ranks); }
 
   rows() {
     const [{ target }, spans] = [this.level, this.spans()];
-    const row = (own, r) => [`Kept at most by rank ${r}`, mostKept(own, this.split), target.keeps[r]];
+    const row = (own, r) => [`Kept by rank ${r}`, mostKept(own, this.split), target.keeps[r]];
     return [["Ticks", duration(spans), target.ticks], ...spans.map(row)];
   }
 
