@@ -116,7 +116,7 @@ class PipelinePuzzle extends Puzzle {
           aria-label="take back the last pass of rank ${rank}">${letter}</button>`;
       });
       const name = `rank ${rank}, stage${stages[1] ? "s" : ""} ${stages.join(" and ")}`;
-      return `<div>${name} ${buttons.join(" ")}</div>`;
+      return `<div><span>${name}</span> ${buttons.join(" ")}</div>`;
     });
     this.parts.ranks.innerHTML = lines.join("");
   }
@@ -166,7 +166,7 @@ class PipelinePuzzle extends Puzzle {
     const size = { total, most, split: this.split, target: target.ticks };
     new Chart(this.parts.drawing, this.spans(), size).show(ticks);
     this.state.ranks.forEach(({ word, stages }, rank) => {
-      const buttons = this.parts.ranks.children[rank].children;
+      const buttons = this.parts.ranks.children[rank].querySelectorAll("button");
       [...letters].forEach((letter, i) => {
         const action = spell(word + letter, stages).at(-1);
         const isOver = action.microbatch === m;
