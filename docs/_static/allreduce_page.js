@@ -21,7 +21,7 @@ class Board {
   constructor(svg, k, chunks, size = 20) {
     const cell = chunks === 1 ? 2 * size : Math.min(size, 120 / chunks);
     const row = Math.min(12, 64 / k);
-    Object.assign(this, { svg, k, chunks, cell, row, radius: k > 5 ? 126 : 104 });
+    Object.assign(this, { k, chunks, cell, row, radius: k > 5 ? 126 : 104 });
     const [w, h] = [chunks * cell - 2, k * row + 14]; // with the chunks' numbers
     this.corners = Array.from({ length: k }, (_, r) => {
       const { x, y } = this.place(r, 1); // outside of the device, and just clear of it
@@ -72,7 +72,7 @@ class Board {
   }
 
   /** The messages of a step, as arrows, and as packets that have come a part of their way. */
-  send(step, fraction = 0) {
+  send(step, fraction) {
     for (const layer of [this.arrows, this.packets, this.heads]) layer.replaceChildren();
     for (const move of step) this.sendOne(move, fraction, step.length > 3 * this.k);
   }
