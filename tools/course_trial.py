@@ -4,7 +4,8 @@ python tools/course_trial.py [03 museum]    all, or those whose names begin so
 
 ``blank`` hands in what was handed out, ``solved`` the solutions, ``forged`` has
 replaced the checks by others that say done, and ``own`` has solved the notebook of
-notebooks/exercises. They must get 0, all, 0 and all points of the checks.
+notebooks/exercises. They must get 0, all, 0 and all points of the checks, and
+nbgrader may warn of changed checks only where ``forged`` has changed them.
 """
 
 import csv
@@ -22,10 +23,13 @@ PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 ENV = os.environ | {"PATH": PATH, "PYTHONWARNINGS": "ignore"}
 
 
-def nbgrader(course: Path, *words: str) -> None:
-    """Run a command of nbgrader in the course."""
-    command = [sys.executable, "-m", "nbgrader", *words, "--log-level=ERROR"]
-    subprocess.run(command, cwd=course, env=ENV, check=True)
+def nbgrader(course: Path, *words: str) -> list[str]:
+    """Run a command of nbgrader in the course; return what it warns of."""
+    command = [sys.executable, "-m", "nbgrader", *words, "--log-level=WARN"]
+    ran = subprocess.run(command, cwd=course, env=ENV, capture_output=True, text=True)
+    if ran.returncode:
+        raise SystemExit(f"nbgrader {' '.join(words)}: {ran.stderr}")
+    return [line for line in ran.stderr.splitlines() if "WARNING" in line]
 
 
 def hand_in(course: Path, name: str, master: nbformat.NotebookNode) -> None:
@@ -55,7 +59,8 @@ with tempfile.TemporaryDirectory(prefix="course-") as folder:
     for name, master in masters().items():
         if name.startswith(chosen):
             hand_in(course, name, master)
-            nbgrader(course, "autograde", name)
+            honest = nbgrader(course, "autograde", name, "--student=[!f]*")
+            forged = nbgrader(course, "autograde", name, "--student=forged")
             nbgrader(course, "export", "--to=grades.csv")
             with (course / "grades.csv").open(newline="", encoding="utf-8") as file:
                 rows = [
@@ -64,7 +69,8 @@ with tempfile.TemporaryDirectory(prefix="course-") as folder:
             points = {row["student_id"]: float(row["raw_score"]) for row in rows}
             checks = [cell for cell in master.cells if role(cell) == "check"]
             best = sum(cell.metadata.nbgrader.points for cell in checks)
-            print(f"{name}: {points} of {best}", flush=True)
+            print(f"{name}: {points} of {best}", *honest, sep="\n  ", flush=True)
             wanted = {"blank": 0, "solved": best, "forged": 0, "own": best}
-            status |= points != wanted
+            changed = [line for line in forged if "'checksum'" in line]
+            status |= points != wanted or honest != [] or len(changed) != len(checks)
 sys.exit(status)

@@ -32,7 +32,36 @@ HIDDEN = re.compile(REGION.format("HIDDEN TESTS"), flags=re.M | re.S)
 # The settings of a course. The stubs must be ours, so that both ways hand out the same.
 CONFIG = rf'''"""The settings of a course with the exercises of d2lpar."""
 
+import re
+
+from nbgrader import preprocessors
+
+HIDDEN = re.compile({HIDDEN.pattern!r}, flags=re.M | re.S)
+
+
+class PutBack(preprocessors.OverwriteCells):
+    """Put the hidden tests back; warn only of a check that a student has changed.
+
+    nbgrader's own warns of each check that has hidden tests, changed or not.
+    """
+
+    def preprocess_cell(self, cell, resources, index):
+        book = self.gradebook.find_notebook(self.notebook_id, self.assignment_id)
+        sources = {{source.name: source.source or "" for source in book.source_cells}}
+        source = sources.get(cell.metadata.get("nbgrader", {{}}).get("grade_id"), "")
+        if cell.source.split() == HIDDEN.sub("", source).split():
+            cell.source = source
+        return super().preprocess_cell(cell, resources, index)
+
+
 c = get_config()
+c.Autograde.sanitize_preprocessors = [
+    preprocessors.ClearOutput,
+    preprocessors.DeduplicateIds,
+    preprocessors.OverwriteKernelspec,
+    PutBack,
+    preprocessors.CheckCellMetadata,
+]
 c.CourseDirectory.course_id = "d2lpar"
 c.ClearSolutions.code_stub = {{"python": {STUB!r}}}
 c.ClearSolutions.text_stub = {TEXT_STUB!r}
@@ -101,8 +130,8 @@ def chapter_texts(name: str) -> dict[str, str]:
 def completed(master: NotebookNode, name: str) -> NotebookNode:
     """Return a master with the chapter's texts and the tags of its cells.
 
-    Without the tag of an exercise, JupyterLab would stop at the first that is not
-    solved; that of the setup folds it away on the site.
+    Setup and checks are folded, in JupyterLab and on the site. Without their tag,
+    JupyterLab would stop at the first exercise that is not solved.
     """
     nb, texts = copy.deepcopy(master), chapter_texts(name)
     for cell in nb.cells:
@@ -111,10 +140,12 @@ def completed(master: NotebookNode, name: str) -> NotebookNode:
             cell.source = texts[""]
         elif role(cell) == "text" and heading in texts:
             cell.source = f"{heading}\n\n{texts[heading]}"
-        elif role(cell) in ("solution", "check"):
+        elif role(cell) == "solution":
             cell.metadata.tags = ["raises-exception"]
-        elif role(cell) == "setup":
-            cell.metadata.tags = ["hide-input"]
+        elif role(cell) in ("setup", "check"):
+            cell.metadata.jupyter = {"source_hidden": True}
+            check = ["raises-exception"] if role(cell) == "check" else []
+            cell.metadata.tags = ["hide-input", *check]
     return nb
 
 
