@@ -84,4 +84,4 @@ from .training import (
     train_batch,
 )
 
-__version__ = "3.0.dev0"
+__version__ = "3.0.0"

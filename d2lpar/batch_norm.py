@@ -1,8 +1,8 @@
-"""Batch normalisation over the rows of all ranks.
+"""Chapter 09. Batch normalisation over the rows of all ranks.
 
 The mean and the variance take two sums over the ranks. One would be enough for the mean
 of squares minus the squared mean, which loses its digits where the mean is large.
-Chapter 09 writes this file. Source: ``torch.nn.SyncBatchNorm``, which needs GPUs.
+Source: ``torch.nn.SyncBatchNorm``, which needs GPUs.
 """
 
 import torch

@@ -1,11 +1,11 @@
-"""Checkpoints: a file that survives a kill, and is loaded bit for bit or not at all.
+"""Workshop. Checkpoints that survive a kill, and load bit for bit or not at all.
 
 A job that is killed while it writes over its only checkpoint loses the old one and the
 new one. So the new one is written beside it, brought to the disk (fsync), and only then
 takes its name, in one step (rename): see Pillai et al., "All File Systems Are Not
 Created Equal" (OSDI 2014). The format is safetensors: loading runs no code from the
 file. Its header has everything that is no tensor, as JSON, and a SHA-256 of the whole
-file. Chapter 08 uses this file.
+file.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Check the answer to an exercise: it is done, or one sentence says what is wrong.
+"""Workshop. An answer to an exercise is done, or a sentence says what is wrong.
 
     with exercise(1) as done:
         difference = off(step(X), expected, "step(X)")

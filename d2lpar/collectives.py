@@ -1,6 +1,6 @@
-"""Run a schedule on a list of tensors, one per device: allreduce and its relatives.
+"""Chapter 03. A schedule run on a list of tensors, one per device.
 
-Everything happens in one process, as in the book. Chapter 03 writes this file.
+Everything happens in one process, as in the book.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def allreduce(
 
 
 def ring_allreduce(data: Sequence[torch.Tensor]) -> None:
-    """Sum in place by chunks around a ring: nobody sends more than a share."""
+    """Sum in place by chunks around a ring: each sends 2(k - 1)/k of its own."""
     allreduce(data, ring)
 
 
@@ -79,7 +79,7 @@ def all_gather(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def broadcast(data: Sequence[torch.Tensor], src: int = 0) -> None:
-    """Copy ``data[src]`` into all other tensors of ``data``, down a binomial tree."""
+    """Copy ``data[src]`` into all other tensors of ``data``, down a tree."""
     check_data(data)
     if src not in range(len(data)):
         raise ValueError(f"src is {src!r}, but the positions are 0 to {len(data) - 1}")

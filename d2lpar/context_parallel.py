@@ -1,8 +1,8 @@
-"""Context parallelism: causal attention to a sequence that is cut over ranks.
+"""Chapter 15. Context parallelism: attention to a sequence cut over ranks.
 
-Each rank has its own tokens of all heads: (n, heads, length / k, head_width).
-Chapter 15 writes this. Sources: Liu et al., "Ring Attention with Blockwise
-Transformers" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
+Each rank has its own tokens of all heads: (n, heads, length / k, head_width). Sources:
+Liu et al., "Ring Attention with Blockwise Transformers" (2023); Jacobs et al.,
+"DeepSpeed Ulysses" (2023).
 """
 
 from functools import partial
@@ -60,7 +60,9 @@ def attend_backward(q, out, lse, grad, k, v, mask):
 
 def meetings(own, here):
     """Yield (queries, keys, mask) of the tiles where own tokens may see those here."""
-    cuts = 2 * ceil(len(own) / (2 * TILE))  # even: none crosses a zigzag's middle
+    cuts = 2 * ceil(
+        len(own) / (2 * TILE)
+    )  # even, for zigzag below: none has both halves
     bounds = sorted({len(own) * i // cuts for i in range(cuts + 1)})
     for queries, keys in product(map(slice, bounds, bounds[1:]), repeat=2):
         if own[queries].max() >= here[keys].min():

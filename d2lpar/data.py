@@ -1,4 +1,4 @@
-"""Fashion-MNIST and the book's own text as tensors, checked by their SHA-256.
+"""Workshop. Fashion-MNIST and the book's own text, checked by their SHA-256.
 
 The files of data/ are in MNIST's IDX format: two zero bytes, the kind of the elements,
 the number of dimensions, each dimension as a big-endian uint32, then the elements. The

@@ -1,7 +1,7 @@
-"""DataParallel, taken apart: scatter, replicate, parallel_apply, gather.
+"""Chapter 05. DataParallel, taken apart: scatter, replicate, apply, gather.
 
 In each iteration, one process splits the batch, copies the module to every device, and
-joins the outputs. Chapter 05 writes this file. Source: ``torch.nn.parallel``.
+joins the outputs. Source: ``torch.nn.parallel``.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,8 @@
-"""DistributedDataParallel: each rank has a replica, and all average their gradients.
+"""Chapter 07. DistributedDataParallel: all ranks average their gradients.
 
 The naive class sends each gradient after backward. The other one sends them in buckets
-while backward goes on. Chapter 07 writes this file. Sources: Li et al., "PyTorch
-Distributed" (VLDB 2020), and ``torch.nn.parallel.DistributedDataParallel``.
+while backward goes on. Sources: Li et al., "PyTorch Distributed" (VLDB 2020), and
+``torch.nn.parallel.DistributedDataParallel``.
 """
 
 import weakref
@@ -130,7 +130,7 @@ class Reducer:
         """Send the other buckets, wait for all, and hand the means out."""
         if self.running is not None:  # else a pass inside this one has finished
             self.running, self.missing = None, [set() for _ in self.buckets]
-            self.send_complete()
+            self.send_complete()  # nothing is missing any more: all the rest
             while self.sent:  # an error in a future that is kept would keep the graph
                 self.sent.pop(0).result()
             self.waits = False

@@ -1,4 +1,4 @@
-"""Devices, real or virtual, and a ledger of what is sent between them.
+"""Workshop. Devices, real or virtual, and a ledger of what is sent between them.
 
 A list of devices may name the same device several times. Each *position* in the list is
 then a virtual device: it has its own tensors, in a memory that all of them share. What

@@ -1,7 +1,6 @@
-"""Mixture of experts: a router sends each token to a few of many MLPs, on many ranks.
+"""Chapter 16. A mixture of experts: a router sends each token to a few of them.
 
-Chapter 16 writes this. Sources: Lepikhin et al., "GShard" (2020); Fedus et al., "Switch
-Transformers" (2021).
+Sources: Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
 """
 
 from math import ceil
@@ -108,7 +107,7 @@ class ParallelExperts(nn.ModuleDict):
         super().__init__([*whole.named_children()][group.me * n :][:n])
         self.group = group
         for param in self.parameters():
-            param.is_expert = True  # so the group's other ranks have no copy
+            param.is_expert = True  # a mark: the group's other ranks have no copy
 
     def forward(self, X, counts):
         """Send rows to their experts and back. Gradients there are of the mean loss."""

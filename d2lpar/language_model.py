@@ -1,4 +1,4 @@
-"""A GPT on every mesh. Chapter 18 writes this; its sources are those of its parts."""
+"""Chapter 18. A GPT, trained on every mesh."""
 
 from zlib import crc32
 

@@ -1,8 +1,8 @@
-"""A loss in parts: on several devices, or a chunk of positions at a time.
+"""Chapter 06. A loss in parts, on several devices or a chunk at a time.
 
 Parts are summed, and the sum is divided once, by what counts in the whole batch.
-Chapter 06 writes this file. Sources: H. Zhang's PyTorch-Encoding, which takes the mean
-of means; ``MultiGPULossCompute`` of A. Rush's "The Annotated Transformer" (2018).
+Sources: H. Zhang's PyTorch-Encoding, which takes the mean of means;
+``MultiGPULossCompute`` of A. Rush's "The Annotated Transformer" (2018).
 """
 
 import torch

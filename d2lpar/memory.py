@@ -1,4 +1,4 @@
-"""How much memory tensors take: at a computation's peak, and saved for backward."""
+"""Workshop. How much memory tensors take, at the peak and saved for backward."""
 
 from contextlib import nullcontext
 from threading import Lock

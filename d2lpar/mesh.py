@@ -1,6 +1,6 @@
-"""Ranks in a grid with named axes: who shares what with whom.
+"""Chapter 18. Ranks in a grid with named axes, and who shares what with whom.
 
-Chapter 18 writes this file. Its source: torch's DeviceMesh.
+Its source: torch's DeviceMesh.
 """
 
 from collections import Counter

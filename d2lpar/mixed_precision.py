@@ -1,9 +1,9 @@
-"""Mixed precision: 16 bits where they are fast, 32 where they are needed.
+"""Chapter 10. Mixed precision: 16 bits where they are fast, 32 where needed.
 
 ``autocast`` lets each function choose. ``GradScaler`` keeps small gradients from
 vanishing, ``MasterWeights`` small steps. ``initialize`` combines the three, as NVIDIA's
-apex did. Chapter 10 writes this file. Sources: Micikevicius et al., "Mixed Precision
-Training" (ICLR 2018), "FP8 Formats for Deep Learning" (2022), ``torch.amp``, apex.amp.
+apex did. Sources: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), "FP8
+Formats for Deep Learning" (2022), ``torch.amp``, apex.amp.
 """
 
 from contextvars import ContextVar

@@ -1,4 +1,4 @@
-"""Networks as lists of layers, to be cut: LeNet, a ResNet, a small GPT.
+"""Workshop. Networks as lists of layers, to be cut: LeNet, a ResNet, a GPT.
 
 Each is an ``nn.Sequential`` that takes one tensor and returns the logits. The ResNet is
 He et al., "Deep Residual Learning for Image Recognition" (2016), with Dive into Deep

@@ -1,7 +1,7 @@
-"""Running a pipeline: the stages of a network, and one loop for any schedule.
+"""Chapter 13. Running a pipeline: a network's stages, a loop for any schedule.
 
 ``Pipeline`` trains on devices of one process, ``DistributedPipeline`` between ranks.
-Chapter 13 writes this file. Its sources: those of ``pipeline_schedules``, and torch's.
+Its sources: those of ``pipeline_schedules``, and torch's.
 """
 
 from concurrent.futures import wait
@@ -253,8 +253,8 @@ class Mail(LocalMail, AbstractContextManager):
             for src in group.others:
                 while src not in self.heard:
                     self.next_from(src)  # what nobody needs any more
-        seconds = 0.5 if group.broken else None  # a late rank takes nothing
-        wait(told, seconds)  # each has a limit
+        seconds = 0.5 if group.broken else None  # a late rank may take no words
+        wait(told, seconds)  # until all have ours; each call has its own limit
         failures = [text for text in (words, *self.heard.values()) if text != "done"]
         group.broken = next(iter(failures), group.broken)
         if group.broken and not error:

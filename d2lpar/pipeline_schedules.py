@@ -1,8 +1,8 @@
-"""Pipelines as data: which rank does what with which micro-batch, in which order.
+"""Chapter 12. Pipelines as data: which rank does what, in which order.
 
 A schedule is a function ``(p, m) -> orders``: for p ranks and m micro-batches, a list
-of actions per rank. Chapter 12 writes this file. Sources, on arXiv: 1811.06965 (GPipe),
-2006.09503 (1F1B), 2104.04473 (interleaved 1F1B), 2401.10241 (zero bubble).
+of actions per rank. Sources, on arXiv: 1811.06965 (GPipe), 2006.09503 (1F1B),
+2104.04473 (interleaved 1F1B), 2401.10241 (zero bubble).
 """
 
 from collections import Counter, deque

@@ -1,8 +1,8 @@
-"""Planning: what a training step of a GPT takes on many devices, before it runs.
+"""Chapter 17. Planning: what a training step of a GPT takes on many devices.
 
 A plan says into how many parts a step is cut. What each rank sends, holds and waits for
-follows from a few numbers. Chapter 17 writes this file. Sources, on arXiv: 2104.04473
-and 2205.05198 (Megatron), 1910.02054 (ZeRO).
+follows from a few numbers. Sources, on arXiv: 2104.04473 and 2205.05198 (Megatron),
+1910.02054 (ZeRO).
 """
 
 import time
@@ -119,11 +119,14 @@ def sent(net, plan, n):
     }
     if plan.ulysses:
         per_block["cp"] = 4 + 2 * again, 1, (1 - 1 / cp) * (q + kv) / tp
-    travels = m * (2 * plan.v - (pp == 2))  # of two ranks, each lacks a neighbour
+    travels = m * (
+        2 * plan.v - (pp == 2)
+    )  # forward and back; of two ranks, each has an end
     found = {"pp": (travels, travels * rows / (tp if sequence else 1))}
     for axis, (calls, messages, nbytes) in per_block.items():
         calls *= m * (blocks + (0.5 / pp if axis == "tp" else 0))  # embedding and head
         found[axis] = calls * messages, calls * nbytes
+    # with zero = 0, 1, 2 and 3:
     per_param = [8, 4 + plan.item, 4 * m + plan.item, (4 + 2 * plan.item) * m]
     num_calls = [2, 2, 12 * m * blocks + 1, 3 * m * blocks]  # zero=2: of 12 tensors
     rest = sum((1 - 1 / k) * number for number, k in params)

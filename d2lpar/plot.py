@@ -1,4 +1,4 @@
-"""The book's figures: curves, bars, schedules, timelines and pipelines.
+"""Workshop. The book's figures: curves, bars, schedules, timelines, pipelines.
 
 Each is a ``Picture``: a matplotlib figure that also says in words what it shows.
 """
@@ -181,16 +181,16 @@ def images(X, titles: list[str] | tuple = (), columns: int = 8) -> Picture:
 def schedule(function, k: int, title: str = "") -> Picture:
     """Draw every step of ``function(k)``: who sends what, and who then holds what.
 
-    Beside each device, a column is a chunk that it holds, a row in it a contribution, a
-    frame the whole sum, a number a chunk that has just come. What is copied is dashed.
+    Beside each device, a column is a chunk that it holds, a row in it a contribution.
     """
-    steps = function(k)
+    steps, note = function(k), "solid: added; dashed: replaces; framed: the whole sum; "
+    note += "numbers: chunks that just came"
     columns = 3 if k > 5 or len(steps) == 4 else 4
     states, n, far = holdings(steps, k), num_chunks(steps), 2 if k == 4 else 2.3
     angles = np.pi / 2 - 2 * np.pi * (np.arange(k) - 0.5) / k
     places = np.stack([np.cos(angles), np.sin(angles)], axis=1).round(6)
     rows, title = -(-len(states) // columns), title or f"{function.__name__}({k})"
-    figure = Picture(rows * WIDTH / columns + 0.3, title)
+    figure = Picture(rows * WIDTH / columns + 0.5, title, note)
     figure.get_layout_engine().set(w_pad=0, h_pad=0.02, wspace=0, hspace=0.02)
     figure.alt = f"{title}: {k} participants, {len(steps)} steps, {n} chunks."
     for number, (step, state) in enumerate(zip([[], *steps], states, strict=True)):

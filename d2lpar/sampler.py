@@ -1,9 +1,8 @@
-"""Which examples a rank reads: each epoch's order is dealt out like cards, in turn.
+"""Chapter 08. Which examples a rank reads: an order is dealt out like cards.
 
 All ranks shuffle alike, from the same seed, so nothing is sent. Rank r of k takes the
 places r, r + k, r + 2k, … of the order: k ranks with b rows each see together what one
-process sees in a batch of k·b rows. Chapter 08 writes this file. Source:
-``torch.utils.data.distributed.DistributedSampler``.
+process sees in a batch of k·b rows. Source: torch's class of this name.
 """
 
 import torch

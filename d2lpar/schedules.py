@@ -1,4 +1,4 @@
-"""Collectives as data: who sends which chunk to whom, at which step.
+"""Chapter 03. Collectives as data: who sends which chunk to whom, at which step.
 
 A schedule is a function ``k -> steps`` for ``k`` participants. The steps happen one
 after the other; the moves of one step happen at the same time. Chapter 03 writes this
@@ -195,7 +195,7 @@ def conflict(sent: list[Move], written: list[Move], step: list[Move]) -> str:
         if len(written) == 1 or all(m.reduce for m in written):
             return ""
         return "arrives more than once, and is not reduced each time: use two steps"
-    m = sent[0]  # else it must be exchanged, and nothing else between the two
+    m = sent[0]  # allowed if it and its mirror image are all that the two send
     back = Move(m.dst, m.src, m.chunk, True)
     between = [move for move in step if {move.src, move.dst} == {m.src, m.dst}]
     if m.reduce and [*sent, *written] == [m, back] and len(between) == 2:

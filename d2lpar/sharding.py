@@ -1,8 +1,8 @@
-"""Sharded training: each rank keeps its rows of what data parallelism keeps k times.
+"""Chapter 11. Sharded training: a rank keeps its rows of what DDP keeps k times.
 
 ``ShardedOptimizer`` divides the optimiser's state (ZeRO-1), and with a hook gradients
-(ZeRO-2); ``fully_shard`` parameters, too (ZeRO-3). Chapter 11 writes this file.
-Sources: Rajbhandari et al., "ZeRO" (SC 2020), Zhao et al., "PyTorch FSDP" (VLDB 2023).
+(ZeRO-2); ``fully_shard`` parameters, too (ZeRO-3). Sources: Rajbhandari et al., "ZeRO"
+(SC 2020), Zhao et al., "PyTorch FSDP" (VLDB 2023).
 """
 
 from contextlib import ExitStack
@@ -85,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for param in [p for p in dict.fromkeys(params) if p not in self.shards]:
             new.setdefault(ranks.group_of(self.group_of(param)), []).append(param)
         for group, same in new.items():
-            for number, param in enumerate(same, group.calls):  # of share's call
+            for number, param in enumerate(same, group.calls):  # a number of its own
                 shard = torch.nn.Parameter(rows_of(param, group), param.requires_grad)
                 self.shards[param] = mark(shard, param, group, number)
             share(same, group)

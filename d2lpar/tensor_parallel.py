@@ -1,9 +1,9 @@
-"""Tensor parallelism: a GPT whose layers are cut over the ranks of a group.
+"""Chapter 14. Tensor parallelism: a GPT whose layers are cut over ranks.
 
 Attention is cut by heads, the MLP by hidden features, embedding and loss by vocabulary,
-and with sequence parallelism all that lies between, by tokens. Chapter 14 writes this.
-Sources: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models" (2022).
+and with sequence parallelism all that lies between, by tokens. Sources: Shoeybi et al.,
+"Megatron-LM" (2019); Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (2022).
 """
 
 import torch
@@ -97,7 +97,7 @@ def own_param(param, dim, group, what="features"):
     """Return this rank's part of a parameter, as a new one."""
     own = own_part(param.detach(), dim, group, what).clone()
     part = nn.Parameter(own, param.requires_grad)
-    part.cut_dim = dim
+    part.cut_dim = dim  # chapter 18 asks for it
     return part
 
 

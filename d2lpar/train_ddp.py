@@ -1,4 +1,4 @@
-"""Train LeNet on Fashion-MNIST on several processes, which torchrun starts.
+"""Workshop. A script that trains LeNet on the ranks that torchrun starts.
 
     torchrun --nproc_per_node=2 -m d2lpar.train_ddp --epochs 3
     d2lpar-train --epochs 3                                             # one process

@@ -1,8 +1,8 @@
-"""LeNet from raw tensors, trained data-parallel: a replica and a shard per device.
+"""Chapter 02. LeNet from raw tensors, trained with a replica and a shard per device.
 
 Names and network are those of Dive into Deep Learning, section "Training on Multiple
 GPUs"; LeNet is from LeCun et al., "Gradient-based learning applied to document
-recognition" (1998). Chapter 02 writes this file.
+recognition" (1998).
 """
 
 import time
@@ -92,7 +92,7 @@ def train_batch(X, y, device_params, devices, lr, allreduce=naive_allreduce):
         allreduce([params[i].grad for params in device_params])
     for params in device_params:
         sgd(params, lr, len(X))
-    # sent last, so that waiting for the sum means waiting for every device
+    # the losses go last: who waits for their sum has waited for every device
     parts = [
         to_device(part.detach(), devices[0], i, 0) for i, part in enumerate(losses)
     ]

@@ -12,7 +12,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import website  # noqa: E402
 
-website.write_players(ROOT / "build" / "players")
+PARTS = ROOT / "build" / "players"
+website.write_players(PARTS)
 
 project, author = "d2lpar", "The d2lpar authors"
 project_copyright = "The d2lpar authors, MIT licence"
@@ -20,15 +21,14 @@ language = "en"
 root_doc = "docs/index"
 include_patterns = ["docs/*.md", "notebooks/*.ipynb", "notebooks/exercises/*.ipynb"]
 extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.autodoc"]
-extensions += ["sphinx.ext.napoleon"]
+extensions += ["sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 nb_execution_mode = "off"
 nb_merge_streams = True
-nb_code_prompt_show = "Show the code that the chapter has defined"
+nb_code_prompt_show = "Show the code"
 nb_code_prompt_hide = "Hide it"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-autodoc_default_options = {"members": True, "imported-members": True}
-autodoc_member_order = "groupwise"
+autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 add_module_names = False
@@ -40,6 +40,7 @@ html_static_path = ["_static", "ring.svg"]
 html_css_files = ["site.css"]
 html_favicon = "_static/icon.svg"
 html_show_sourcelink = False
+html_context = {"default_mode": "auto"}
 html_use_index = html_domain_indices = False  # one can search
 html_copy_source = True  # what the download button hands out
 html_sourcelink_suffix = ""
@@ -60,18 +61,16 @@ if repository := os.environ.get("D2LPAR_REPOSITORY", "").rstrip("/"):
         "repository_branch": os.environ.get("D2LPAR_BRANCH", "main"),
         "use_repository_button": True,
         "use_source_button": True,
-        "launch_buttons": {
-            "binderhub_url": "https://mybinder.org",
-            "colab_url": "https://colab.research.google.com",
-            "notebook_interface": "jupyterlab",
-        },
+        "launch_buttons": {"colab_url": "https://colab.research.google.com"},
     }
 
 
 def complete(app, docname: str, source: list[str]) -> None:
-    """Write the front page's list; let links to the repository lead to pages."""
+    """Write lists of chapters and names; let links to the repository lead to pages."""
     if docname.startswith("docs/"):
-        text = source[0].replace("CHAPTERS", website.chapter_list())
+        text = source[0].replace("CARDS", website.cards(PARTS))
+        text = text.replace("CONTENTS", website.contents())
+        text = text.replace("REFERENCE", website.reference())
         text = text.replace("](../notebooks/exercises)", "](exercises.md)")
         source[0] = text.replace("](../README.md)", "](students.md)")
 

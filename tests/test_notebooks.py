@@ -112,12 +112,23 @@ def check_cells(nb):
         yield f"more than two code cells without prose before them: {kinds}"
 
 
+def check_first_cell(nb):
+    """Imports and settings, which nobody reads: folded, if they are long."""
+    first = code(nb)[0]
+    if re.search(r"^(def|class) ", first.source, flags=re.M):
+        yield "the first code cell defines something"
+    is_long = len(first.source.splitlines()) > 8
+    folded = {"jupyter": {"source_hidden": True}, "tags": ["hide-input"]}
+    if first.metadata != (folded if is_long else {}):
+        yield f"the first code cell should {'' if is_long else 'not '}be folded"
+
+
 def check_exercises(nb):
-    """At the end three exercises or more, each with a target."""
+    """At the end three to five exercises, each with a target."""
     text = prose(nb).rpartition("## Exercises\n")[2]
     items = re.split(r"^(?:\d+[.)]|[-*])\s", text, flags=re.M)[1:]
-    if len(items) < 3 or not all("target" in item.lower() for item in items):
-        yield f"fewer than 3 exercises, or one without a target: {items}"
+    if len(items) not in (3, 4, 5) or not all("target" in i.lower() for i in items):
+        yield f"not 3 to 5 exercises, or one without a target: {items}"
 
 
 def check_chapter(nb):
@@ -263,8 +274,12 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_cells, lambda nb: [cell.update(source="x\n" * 16) for cell in code(nb)]),
     (check_cells, lambda nb: nb.cells.insert(1, new_code_cell("x"))),
     (check_cells, lambda nb: nb.cells.pop(0)),
+    (check_first_cell, source("x\n" * 9)),
+    (check_first_cell, source("def f():\n    pass")),
+    (check_first_cell, lambda nb: nb.cells[1].metadata.update(tags=["hide-input"])),
     (check_exercises, source(END.replace("3. C", "C"), cell=-1)),
     (check_exercises, source(END.replace("*Target: 2.*", ""), cell=-1)),
+    (check_exercises, source(END + "4. Target\n5. Target\n6. Target", cell=-1)),
     (check_chapter, source(TOP.replace("?", "."), cell=0)),
     (check_chapter, source(TOP.replace("It takes", "Time"), cell=0)),
     (check_chapter, source("1 + 1")),

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +17,7 @@ import website
 import yaml  # jupyter brings it
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from saved_cells import chapter_of
 
 import d2lpar
 
@@ -24,21 +26,7 @@ PACKAGE = ROOT / "d2lpar"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.stem[0] != "_")
 ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 
-# From the ground up: a file imports only from files above it.
-HOUSE = {
-    "": "devices data memory training models checkpoint schedules collectives",
-    "ranks": "lanes transport sender collectives _old worker launch",
-    "middle": "data_parallel losses ddp sampler batch_norm mixed_precision sharding"
-    " pipeline_schedules pipeline tensor_parallel context_parallel experts planning"
-    " mesh language_model",
-    "roof": "train_ddp plot checks",
-}
-ORDER = [
-    f"{room}.{file}".removeprefix("roof.").removeprefix("middle.").removeprefix(".")
-    for room, files in HOUSE.items()
-    for file in files.split()
-]
-MAX_LINES = 350
+MAX_LINES = 320
 MAX_FUNCTION = 34  # lines without a docstring, each statement on one
 MAX_BYTES = 30 * 2**20
 MAX_NAMES = 90
@@ -56,9 +44,9 @@ def files():
         yield from (Path(folder, name) for name in names)
 
 
-def dotted(path):
-    """A module's name within the package, such as mixed_precision.casting."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+def dotted(path, package=PACKAGE):
+    """A module's name within the package, such as ranks.launch."""
+    return ".".join(path.relative_to(package).with_suffix("").parts)
 
 
 each_module = pytest.mark.parametrize("path", MODULES, ids=dotted)
@@ -71,7 +59,7 @@ PYPROJECT = tomllib.loads(read("pyproject.toml"))
 PROJECT = PYPROJECT["project"]
 RUN_TIME = [Requirement(line) for line in PROJECT["dependencies"]]
 EXTRAS = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
-[WORKFLOW] = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"].values()
+WORKFLOW = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]["book"]
 
 
 def test_constraints_pin_what_pyproject_lists_and_nothing_else():
@@ -121,7 +109,8 @@ def named(page):
 def test_pages_name_commands_and_files_that_exist_and_each_command_is_named():
     readers, teachers, contributors = map(set, targets().values())
     assert len(readers | teachers | contributors) + len(["help"]) <= 15
-    assert named("README.md") == readers | teachers
+    assert named("README.md") | named("docs/students.md") == readers | {"site"}
+    assert teachers <= named("docs/teaching.md")
     assert contributors <= named("CONTRIBUTING.md")
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         text = page.read_text(encoding="utf-8")
@@ -150,13 +139,26 @@ def test_what_runs_the_book_keeps_the_memory_of_tensors_and_what_tests_it_does_n
         assert set(map(int, found)) == (set() if target == "test" else {2**25, 2**30})
 
 
-def test_readme_is_short_and_lists_rooms_and_chapters():
-    text = read("README.md")
-    assert len(text.splitlines()) < 100
-    rows = re.findall(r"^\| `(\w+)/` \|", text, flags=re.M)
-    assert rows == [room for room in HOUSE if room not in ("", "middle", "roof")]
-    times = re.findall(r"^\| \[(\w+)\.ipynb\].*\| (\d+ min) \|$", text, flags=re.M)
-    assert times == [(c["name"], c["time"]) for c in website.chapters()]
+def test_the_readme_is_short_and_its_table_has_each_chapter_with_its_files():
+    assert len(read("README.md").splitlines()) < 90
+    table = [pair for *_, chapters in website.parts() for pair in chapters.items()]
+    assert [name for name, _ in table] == [*website.chapters()]
+    chapters = {dotted(path): chapter_of(path.read_text("utf-8")) for path in MODULES}
+    for name, listed in table:
+        written = [
+            file for file, chapter in chapters.items() if chapter == int(name[:2])
+        ]
+        assert sorted(listed) == sorted(written), name
+    workshop = [file for file, chapter in chapters.items() if not chapter]
+    named = re.findall(r"`(\w+)`", read("README.md").partition("the workshop,")[2])
+    assert {file for file in workshop if not file.startswith("ranks.")} <= {*named}
+
+
+def test_the_teachers_table_has_each_chapter_with_its_time():
+    rows = re.findall(
+        r"^\| (\d\d) \| .* \| (\d+ min) \|", read("docs/teaching.md"), re.M
+    )
+    assert rows == [(name[:2], c["time"]) for name, c in website.chapters().items()]
 
 
 def wrong_references(text):
@@ -192,9 +194,9 @@ def test_a_syllabus_names_exercises_that_there_are():
 # The module
 
 
-def imports(path):
+def imports(path, package):
     """The full names of the modules that a file of the package imports anywhere."""
-    package = ["d2lpar", *path.relative_to(PACKAGE).parent.parts]
+    package = ["d2lpar", *path.relative_to(package).parent.parts]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -207,35 +209,68 @@ def imports(path):
                 yield source
 
 
-def stands_above(name, path):
-    """Whether a module, or the room of that name, stands above a file in the order."""
-    places = [i for i, other in enumerate(ORDER) if f"{other}.".startswith(f"{name}.")]
-    return bool(places) and max(places) < ORDER.index(dotted(path))
+def graph(package):
+    """For each file of the package, those of the package that it imports."""
+    files = {dotted(path, package): path for path in package.rglob("*.py")}
+    names = {f"d2lpar.{file}".removesuffix(".__init__"): file for file in files}
+    found = {file: set(imports(path, package)) for file, path in files.items()}
+    ours = {file: {n for n in found[file] if n.startswith("d2lpar")} for file in files}
+    return {file: {names[name] for name in ours[file]} for file in files}
+
+
+def late(package):
+    """Files of a chapter that need, in turn, one of a later chapter."""
+    needs, latest = graph(package), {}
+    for file in TopologicalSorter(needs).static_order():
+        path = package / f"{file.replace('.', '/')}.py"
+        chapter = chapter_of(path.read_text("utf-8"))
+        latest[file] = max([chapter, *(latest[other] for other in needs[file])])
+        if chapter and latest[file] > chapter:
+            yield file
 
 
 @each_module
-def test_imports_point_one_way_and_only_to_what_pyproject_lists(path):
-    # matplotlib's own
-    listed = {need.name.replace("-", "_") for need in RUN_TIME} | {"PIL", "numpy"}
-    for name in imports(path):
-        top, _, inner = name.partition(".")
-        known = stands_above(inner, path) if top == "d2lpar" else top in listed
-        assert known or top in sys.stdlib_module_names, name
+def test_a_file_imports_from_others_only_what_pyproject_lists(path):
+    listed = {
+        need.name.replace("-", "_") for need in RUN_TIME
+    } | sys.stdlib_module_names
+    listed |= {"d2lpar", "PIL", "numpy"}  # the latter are matplotlib's own
+    assert {name.partition(".")[0] for name in imports(path, PACKAGE)} <= listed
 
 
-def test_imports_are_seen_and_so_is_what_stands_above(tmp_path, monkeypatch):
-    worker = PACKAGE / "ranks" / "worker.py"
-    assert stands_above("ranks.transport", worker)
-    assert stands_above("training", worker) and not stands_above("sampler", worker)
-    assert not stands_above("ranks", worker)  # its own room's front door
-    assert not stands_above("nothing", worker)
-    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+def test_files_come_in_the_order_of_their_chapters_and_none_imports_in_a_circle():
+    assert list(late(PACKAGE)) == []
+
+
+def test_imports_are_seen_and_so_are_late_ones_and_circles(tmp_path):
     (tmp_path / "room").mkdir()
-    source = "from . import a\nfrom .b import x\nfrom ..c import y\n"
-    source += "def f():\n    import d2lpar.plot, torch.nn\nfrom d2lpar import ranks\n"
-    (tmp_path / "room" / "y.py").write_text(source)
-    expected = {f"d2lpar.{n}" for n in ("c", "plot", "ranks", "room.a", "room.b")}
-    assert set(imports(tmp_path / "room" / "y.py")) == expected | {"torch.nn"}
+    sources = {
+        "c": '"""Workshop. C."""\nimport torch.nn',
+        "plot": '"""Chapter 09. Figures."""',
+        "room/__init__": "from .y import z",
+        "room/a": '"""Chapter 03. A."""\nfrom .b import x\nfrom . import b',
+        "room/b": "def f():\n    from ..c import y",
+        "room/y": '"""Chapter 04. Y."""\ndef f():\n    import d2lpar.plot, torch.nn',
+        "top": '"""Chapter 08. T."""\nfrom . import room\nfrom d2lpar.c import d',
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    assert graph(tmp_path) == {
+        "c": set(),
+        "plot": set(),
+        "room.__init__": {"room.y"},
+        "room.a": {"room.b"},
+        "room.b": {"c"},
+        "room.y": {"plot"},
+        "top": {"room.__init__", "c"},
+    }
+    assert sorted(late(tmp_path)) == ["room.y", "top"]
+    (tmp_path / "c.py").write_text("from d2lpar import top")
+    with pytest.raises(CycleError):
+        list(late(tmp_path))
+    (tmp_path / "c.py").write_text("from d2lpar import missing")
+    with pytest.raises(KeyError, match="missing"):
+        graph(tmp_path)
 
 
 def mutable(source):
@@ -279,14 +314,15 @@ def test_mutable_state_is_seen():
     assert list(map(mutable, sources)) == [True] * 4 + [False] * 2
 
 
-def test_every_file_has_its_place_and_a_room_names_and_shows_its_files():
-    order = [name for name in ORDER if name != "ranks._old"]
-    assert sorted(map(dotted, MODULES)) == sorted(order)
+def test_every_file_says_its_place_first_and_a_room_names_and_shows_its_files():
+    for path in MODULES:
+        place = r'"""(Workshop|Chapter \d\d)\. [A-Z].*\.'
+        assert re.match(place, path.read_text("utf-8")), path
     for room in ROOMS:
         top = ast.parse((room / "__init__.py").read_text(encoding="utf-8")).body
-        stems = {path.stem for path in room.glob("*.py")} - {"__init__", "_old"}
+        stems = {path.stem for path in room.glob("*.py")} - {"__init__"}
         assert [s for s in stems if f"``{s}``" not in top[0].value.value] == []
-        assert {node.module for node in top[1:]} - {"_old"} <= stems
+        assert {node.module for node in top[1:]} <= stems
 
 
 def test_public_names_are_plain_few_and_need_no_matplotlib():

@@ -16,6 +16,7 @@ import pytest
 import run_notebooks
 import saved_cells
 import timing
+import website
 import yaml  # jupyter brings it
 from nbformat.v4 import new_code_cell, new_notebook
 from torch.distributed.run import get_args_parser
@@ -110,7 +111,7 @@ def test_an_interrupt_leaves_nothing(tmp_path):
 # Saved cells
 
 
-MODULE = '''"""A file."""
+MODULE = '''"""Chapter 03. A file."""
 
 from math import pi
 
@@ -140,11 +141,12 @@ CELLS = [
 ]
 
 
-def mend(tmp_path, cells, module=MODULE, file="shapes"):
-    (tmp_path / f"{file}.py").write_text(module)
+def mend(tmp_path, cells, module=MODULE):
+    (tmp_path / "shapes.py").write_text(module)
     nb = notebook(*cells)
+    nb.cells.insert(0, nbformat.v4.new_markdown_cell("# 3. Shapes"))
     said = list(saved_cells.mend([nb], tmp_path))
-    return said, [cell.source for cell in nb.cells]
+    return said, [cell.source for cell in nb.cells[1:]]
 
 
 def test_a_cell_holds_the_module_word_for_word_and_each_definition_is_in_one(tmp_path):
@@ -164,11 +166,37 @@ def test_a_cell_holds_the_module_word_for_word_and_each_definition_is_in_one(tmp
     assert mend(tmp_path, wrong) == (["shapes has no volume"], wrong)
     said, _ = mend(tmp_path, CELLS, MODULE + "\n\nfor i in SIZES:\n    CIRCLE += i\n")
     assert len(said) == 1 and said[0].startswith("for i in SIZES")
-    part = CELLS[0].replace("shapes", "devices")  # of the workshop
-    assert mend(tmp_path, [part], file="devices") == ([], [part])
+
+
+def test_a_file_is_shown_whole_in_its_chapter_and_one_of_the_workshop_in_part(tmp_path):
+    said, _ = mend(tmp_path, [])
+    assert len(said) == 4 and "SIZES of shapes stands in 0 cells" in said[0]
+    said, _ = mend(tmp_path, CELLS, MODULE.replace("Chapter 03", "Chapter 04"))
+    assert said == ["shapes is chapter 4's, and not 3's"] * 3
+    workshop = MODULE.replace("Chapter 03", "Workshop")
+    assert mend(tmp_path, CELLS[:1], workshop) == ([], CELLS[:1])
 
 
 # Copies for readers, mutants, goals
+
+
+def test_a_hosted_notebook_installs_the_book_and_its_links_lead_there():
+    text = "![A](img/a.svg) [next](02_b.ipynb) [play](../docs/p.md) [x](https://x.y)"
+    text += " [file](../d2lpar/a.py) [below](#here)"
+    nb = new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
+    website.hosted(nb, "notebooks", "https://github.com/a/b", "https://a.github.io/b")
+    nbformat.validate(nb)
+    assert nb.cells[1].source.startswith(
+        "!git clone -q --depth 1 https://github.com/a/b"
+    )
+    assert re.findall(r"\]\((.*?)\)", nb.cells[0].source) == [
+        "https://raw.githubusercontent.com/a/b/hosted/notebooks/img/a.svg",
+        "https://a.github.io/b/notebooks/02_b.html",
+        "https://a.github.io/b/docs/p.html",
+        "https://x.y",
+        "https://github.com/a/b/tree/hosted/d2lpar/a.py",
+        "#here",
+    ]
 
 
 def test_copies_have_no_outputs_and_what_a_reader_has_stays(tmp_path):

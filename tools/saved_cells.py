@@ -10,15 +10,21 @@ import ast
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of these, chapters show what they explain; of all others every definition.
-WORKSHOP = "checkpoint train_ddp devices data models launch worker transport lanes"
+
+
+def chapter_of(module: str) -> int:
+    """Return which chapter writes a file, or 0 for the workshop: its first line says.
+
+    The workshop is what all chapters use; of it they show what they explain.
+    """
+    said = re.match(r'"""Chapter (\d+)\. ', module)
+    return int(said[1]) if said else 0
 
 
 def definitions(text: str) -> dict[str, str]:
@@ -36,27 +42,44 @@ def definitions(text: str) -> dict[str, str]:
 
 
 def mend(notebooks: list, package: Path = ROOT / "d2lpar") -> Iterator[str]:
-    """Yield a complaint for each saved cell that differs, and set it right in place."""
-    shown = {}
-    for cell in [cell for nb in notebooks for cell in nb.cells]:
-        mark = re.match(r"#@save ([\w.]+)\n", cell.source)
-        if not mark:
-            continue
-        file = mark[1]
-        module = package / f"{file.replace('.', '/')}.py"
-        there, names = definitions(module.read_text("utf-8")), definitions(cell.source)
-        if unknown := ", ".join(names.keys() - there.keys()):
-            yield f"{file} has no {unknown}"
-            continue
-        source = mark[0] + "\n\n\n".join(there[name] for name in names)
-        if cell.source != source:
-            yield f"{', '.join(names)}: not word for word that of {file}"
-            cell.source = source
-        all_names = () if file.split(".")[-1] in WORKSHOP.split() else there
-        shown.setdefault(file, Counter(dict.fromkeys(all_names, 0))).update(list(names))
-    for file, counts in shown.items():
-        for name in (name for name, count in counts.items() if count != 1):
-            yield f"{name} of {file} stands in {counts[name]} cells, and not in one"
+    """Yield a complaint for each saved cell that differs, and set it right in place.
+
+    Every definition of a chapter's file stands in one cell of this chapter.
+    """
+    paths = {path.relative_to(package): path for path in package.rglob("*.py")}
+    texts = {
+        ".".join(name.with_suffix("").parts): path.read_text("utf-8")
+        for name, path in paths.items()
+    }
+    chapters = {file: chapter_of(text) for file, text in texts.items()}
+    shown = {
+        f"{name} of {file}": 0
+        for file, text in texts.items()
+        if chapters[file]
+        for name in definitions(text)
+    }
+    for nb in notebooks:
+        chapter = int(re.match(r"# (\d+)\. ", nb.cells[0].source)[1])
+        for cell in nb.cells:
+            mark = re.match(r"#@save ([\w.]+)\n", cell.source)
+            if not mark:
+                continue
+            file = mark[1]
+            if chapters[file] not in (0, chapter):
+                yield f"{file} is chapter {chapters[file]}'s, and not {chapter}'s"
+            there, names = definitions(texts[file]), definitions(cell.source)
+            if unknown := ", ".join(names.keys() - there.keys()):
+                yield f"{file} has no {unknown}"
+                continue
+            source = mark[0] + "\n\n\n".join(there[name] for name in names)
+            if cell.source != source:
+                yield f"{', '.join(names)}: not word for word that of {file}"
+                cell.source = source
+            for name in names:
+                shown[f"{name} of {file}"] = shown.get(f"{name} of {file}", 0) + 1
+    for name, count in shown.items():
+        if count != 1:
+            yield f"{name} stands in {count} cells, and not in one"
 
 
 def formatted(text: str) -> str:

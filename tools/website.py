@@ -1,16 +1,23 @@
-"""What Sphinx cannot know of the book: the front page's list, and the players' data.
+"""What Sphinx cannot know of the book: parts, thumbnails, names, the players' data.
 
 docs/conf.py uses this. ``make site`` builds the site.
+
+python tools/website.py REPOSITORY SITE    for the branch that hosted notebooks open:
+lets all notebooks install the book, and their links lead to the site
 """
 
+import base64
 import json
+import posixpath
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 import nbformat
 
-from d2lpar import pipeline_schedules, schedules
+import d2lpar
+from d2lpar import pipeline_schedules, plot, schedules
 from d2lpar.pipeline_schedules import is_split, kept, play
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,24 +137,126 @@ def write_players(folder: Path) -> None:
         (folder / f"{name}.html").write_text(script, encoding="utf-8")
 
 
-def chapters() -> list[dict[str, str]]:
-    """Return each chapter's name, title, question, time, and what it builds."""
-    found = []
+def chapters() -> dict[str, dict[str, str]]:
+    """Return each chapter's number, title, question and time, by its name."""
+    found = {}
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text = nbformat.read(path, as_version=4).cells[0].source
-        pattern = r"# \d+\. (?P<title>.+)\n\n\*(?P<question>.+)\*\n\n(.*\n)"
-        pattern += r"- \*\*You will have built\*\* (?P<built>.+)\n"
-        pattern += r"- \*\*It takes\*\* about (?P<time>\d+ min)"
-        found.append({"name": path.stem} | re.match(pattern, text).groupdict())
+        pattern = r"# (?P<number>\d+)\. (?P<title>.+)\n\n\*(?P<question>.+)\*\n\n"
+        pattern += r"(?:.*\n)*?- \*\*It takes\*\* about (?P<time>\d+ min)"
+        found[path.stem] = re.match(pattern, text).groupdict()
     return found
 
 
-def chapter_list() -> str:
-    """Return the front page's list: each chapter's question and what it builds."""
-    lines = [
-        f"{int(c['name'][:2])}. **[{c['title']}](../notebooks/{c['name']}.ipynb)**"
-        f" {c['time']}\n\n    {c['question']}\n\n"
-        f"    *You will have built* {c['built']}\n"
-        for c in chapters()
-    ]
+def parts() -> list[tuple[str, str, dict[str, list[str]]]]:
+    """Return the parts of the README's table: title, promise, each chapter's files."""
+    part = r"^\| \*\*\d\. (.+)\*\* \| \| \*(.+)\* \|$"
+    row = r"^\| \[\d\d .+\]\(notebooks/(\w+)\.ipynb\) \| (.*?) ?\| .+ \|$"
+    text = (ROOT / "README.md").read_text("utf-8")
+    _, *pieces = re.split(part, text, flags=re.M)
+    found = []
+    for title, promise, rows in zip(pieces[::3], pieces[1::3], pieces[2::3]):
+        files = dict(re.findall(row, rows, flags=re.M))
+        files = {name: re.findall(r"`([\w.]+)`", said) for name, said in files.items()}
+        found.append((title, promise, files))
+    return found
+
+
+def first_figure(name: str, folder: Path) -> str:
+    """Return where a chapter's first figure is; one of a cell is written to folder."""
+    for cell in nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells:
+        drawing = re.search(r"\]\((img/.+?)\)", cell.source)
+        if cell.cell_type == "markdown" and drawing:
+            return f"/notebooks/{drawing[1]}"
+        for output in cell.get("outputs", ()):
+            if figure := output.get("data", {}).get("image/png"):
+                path = folder / f"{name}.png"
+                path.write_bytes(base64.b64decode(figure))
+                return f"/{path.relative_to(ROOT)}"
+    raise ValueError(f"{name} has no figure")
+
+
+def cards(folder: Path) -> str:
+    """Return the front page's list: for each part, a card per chapter."""
+    lines, known = [], chapters()
+    for title, promise, files in parts():
+        lines += [f"### {title}", "", promise, "", "::::{container} chapters"]
+        for name in files:
+            said, page = known[name], f"../notebooks/{name}.ipynb"
+            lines += [":::{container} card", f"![]({first_figure(name, folder)})", ""]
+            lines += [f"{said['number']}\\. [{said['title']}]({page})", ""]
+            lines += [f"{said['question']} *{said['time']}*", ":::"]
+        lines += ["::::", ""]
     return "\n".join(lines)
+
+
+def contents() -> str:
+    """Return the sidebar's lists of chapters, by part."""
+    lines = []
+    for title, _, files in parts():
+        lines += ["```{toctree}", ":hidden:", f":caption: {title}", ""]
+        lines += [*(f"/notebooks/{name}" for name in files), "```", ""]
+    return "\n".join(lines)
+
+
+def public(module: str) -> list[str]:
+    """Return what a file offers in d2lpar or d2lpar.ranks; of plot, all."""
+    package = d2lpar.ranks if module.startswith("ranks.") else d2lpar
+    things = vars(plot if module == "plot" else package).items()
+    source = f"d2lpar.{module}"
+    ours = [name for name, v in things if getattr(v, "__module__", None) == source]
+    return [name for name in ours if name[0] != "_"]
+
+
+def documented(module: str) -> list[str]:
+    """Return the reference's lines for a file."""
+    names = ", ".join(public(module))
+    options = f".. automodule:: d2lpar.{module}\n   :members: {names}"
+    return [f"### d2lpar.{module}", "", "```{eval-rst}", options, "```", ""]
+
+
+def reference() -> str:
+    """Return the reference: by chapter, the public names of the files it writes."""
+    lines, known, shown = [], chapters(), []
+    for name, modules in [pair for *_, files in parts() for pair in files.items()]:
+        if modules:
+            title = f"Chapter {known[name]['number']}: {known[name]['title']}"
+            lines += [f"## [{title}](../notebooks/{name}.ipynb)", ""]
+            lines += [line for module in modules for line in documented(module)]
+            shown += modules
+    lines += ["## The workshop", "", "What all chapters use.", ""]
+    package = ROOT / "d2lpar"
+    for path in sorted(package.rglob("[a-z]*.py")):
+        module = ".".join(path.relative_to(package).with_suffix("").parts)
+        if module not in shown and public(module):
+            lines += documented(module)
+    return "\n".join(lines)
+
+
+def hosted(nb, folder: str, repository: str, site: str) -> None:
+    """Let a notebook of ``folder`` install the book; lead its links to the site."""
+    lines = f"!git clone -q --depth 1 {repository} d2lpar-book\n"
+    lines += "%cd -q d2lpar-book/notebooks\n%pip install -q .."
+    nb.cells.insert(1, nbformat.v4.new_code_cell(lines, id="hosted"))
+    raw = repository.replace("//github.com", "//raw.githubusercontent.com")
+
+    def absolute(link):
+        path = posixpath.normpath(posixpath.join(folder, link[1]))
+        if path.endswith((".svg", ".png")):
+            return f"]({raw}/hosted/{path})"
+        page, suffix = posixpath.splitext(path)
+        if suffix in (".md", ".ipynb"):
+            return f"]({site}/{page}.html)"
+        return f"]({repository}/tree/hosted/{path})"
+
+    for cell in nb.cells:
+        if cell.cell_type == "markdown":
+            relative = r"\]\((?!https?:|#)([^)\s]+)\)"
+            cell.source = re.sub(relative, absolute, cell.source)
+
+
+if __name__ == "__main__":
+    for path in (ROOT / "notebooks").rglob("*.ipynb"):
+        nb = nbformat.read(path, as_version=4)
+        hosted(nb, path.parent.relative_to(ROOT).as_posix(), *sys.argv[1:])
+        nbformat.write(nb, path)

@@ -1,4 +1,4 @@
-"""Collectives between ranks: each makes its own moves of a schedule.
+"""Chapter 04. Collectives between ranks, each of which makes its own moves.
 
 They mean what those in ``d2lpar.collectives`` mean, but a rank passes its own tensor
 instead of a list. First all ranks compare what they are about to do, their *plans*:

@@ -1,4 +1,4 @@
-"""Lanes in shared memory: how messages travel between the ranks of one ``launch``.
+"""Workshop. Lanes in shared memory, between the ranks of one ``launch``.
 
 A lane is a one-way path from one rank to another: two slots of a memory that both have,
 and two counting semaphores, of the free slots and of the full ones. It is the bounded

@@ -1,4 +1,4 @@
-"""Ranks in a cell: run a function as k real processes that send each other messages.
+"""Workshop. Ranks in a cell, k real processes that run one function.
 
 ``torchrun`` starts a script k times; ``launch`` starts a *function* k times. It travels
 by value (cloudpickle): the caller's main module is not run again. Ranks are forked in a

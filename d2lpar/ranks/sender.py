@@ -1,4 +1,4 @@
-"""A thread that makes a rank's calls, while the main thread computes."""
+"""Workshop. A thread that makes a rank's calls, while the main thread computes."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How messages travel between ranks: torch.distributed's, or lanes in shared memory.
+"""Workshop. How messages travel, by torch.distributed or in shared memory.
 
 A schedule says *what* moves, a transport *how*; NCCL uses the same word. A transport
 has one method, ``exchange``, which makes the moves of one step. ``Messages`` works

@@ -1,4 +1,4 @@
-"""What runs beside the caller: a server, and for each launch a parent and its ranks.
+"""Workshop. What runs beside the caller: a server, parents, and ranks.
 
 The *server* imports torch once, and forks a *parent* for each launch. The parent forks
 the *ranks*, tells how one died, and in the end kills them, with what they have started.
