@@ -28,6 +28,10 @@ nb_code_prompt_show = "Show the code"
 nb_code_prompt_hide = "Hide it"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
+myst_html_meta = {
+    "description": "Deep networks on many devices: every part built by hand in PyTorch."
+}
+highlight_language = "none"  # of fences in prose; a notebook's cells have their own
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"

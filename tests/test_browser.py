@@ -395,7 +395,7 @@ def run_cell(page, cell):
     prompt = cell.locator(".jp-InputPrompt")
     before = prompt.inner_text()
     while prompt.inner_text() == before:
-        cell.locator(".cm-content").click()
+        prompt.click()  # a click on the bar of a folded cell would open it
         page.keyboard.press("Shift+Enter")
         page.wait_for_timeout(3000)
     ended = re.compile(r"\[\d+\]")

@@ -16,13 +16,8 @@ ZEROS = [torch.zeros(2, 3), torch.zeros(4)]
 
 def cell(source):
     """A function of a cell: its code is in no file."""
-    names = {"__name__": "__main__", "launch": launch}
-    linecache.cache["<cell>"] = (
-        len(source),
-        None,
-        source.splitlines(keepends=True),
-        "<cell>",
-    )
+    names, lines = {"launch": launch}, source.splitlines(keepends=True)
+    linecache.cache["<cell>"] = len(source), None, lines, "<cell>"
     exec(compile(source, "<cell>", "exec"), names)
     return names["answer"]
 
@@ -42,10 +37,7 @@ def test_a_check_that_passes_prints_its_figures_at_the_end(capsys):
 
 
 def test_an_assertion_is_shown_alone(capsys):
-    with (
-        pytest.raises(AnswerError, match=r"^1: off by 2\.$") as caught,
-        exercise(1) as done,
-    ):
+    with pytest.raises(AnswerError) as caught, exercise(1) as done:
         done("Off by 0.")
         raise AssertionError("off by 2.")
     assert capsys.readouterr().out == ""
@@ -54,61 +46,37 @@ def test_an_assertion_is_shown_alone(capsys):
     assert capsys.readouterr().out.strip() == "1: off by 2."
 
 
-RANKS = "def answer():\n    launch(inner, 2, timeout=30)\n"
+RANKS = "def answer():\n    launch(inner, 2, timeout=30)\ndef inner(rank, k):\n    "
 
 
 @pytest.mark.parametrize(
     "source, sentence",
     [
         (f"def answer():\n    {STUB}", r"not solved yet\. Replace raise Not"),
-        (
-            f"{RANKS}def inner(rank, k):\n    {STUB}",
-            r"not solved yet\. Replace raise Not",
-        ),
-        (
-            "def answer():\n    frobnicate()",
-            r"NameError: name 'frobnicate' .*, at: frobnicate\(\)",
-        ),
-        (
-            "def answer():\n    x = 1\n    return x.y",
-            r"AttributeError: .*, at: return x\.y$",
-        ),
-        ("def answer():\n    int('x')", r"ValueError: invalid .*, at: int\('x'\)$"),
+        (RANKS + STUB, r"not solved yet\. Replace raise Not"),
+        ("def answer():\n    x = y", r"NameError: name 'y' .*, at: x = y$"),
         ("def answer():\n    assert False", r"AssertionError, at: assert False$"),
-        ("def answer():\n    raise ValueError", r"ValueError, at: raise ValueError$"),
         ("def answer():\n    raise ValueError('a\\nb')", r"ValueError: a, at: raise"),
-        (
-            "def answer():\n    raise ValueError(999 * 'a')",
-            r"ValueError: a{288}…, at: raise",
-        ),
-        (
-            f"{RANKS}def inner(rank, k):\n    x = 1\n    return x.y",
-            r"rank \d: AttributeError: 'int' .*, at: return x\.y$",
-        ),
+        ("def answer():\n    raise ValueError(999 * 'a')", r"ValueError: a{288}…, at"),
+        (f"{RANKS}int('x')", r"rank \d: ValueError: invalid .*, at: int\('x'\)$"),
     ],
 )
-def test_any_other_error_becomes_a_sentence_with_the_line_of_the_answer(
-    source, sentence
-):
+def test_any_other_error_becomes_a_sentence_with_its_line(source, sentence):
     text = said(cell(source))
     assert re.match(f"3: {sentence}", text) and "\n" not in text, text
 
 
 def test_what_the_cells_above_should_have_defined_is_named():
     check = "def answer(exercise):\n    with exercise(3):\n        frobnicate()"
-    with pytest.raises(
-        AnswerError, match=r"^3: name 'frobnicate' is not defined\. Run the cells"
-    ):
+    words = r"^3: name 'frobnicate' is not defined\. Run the cells"
+    with pytest.raises(AnswerError, match=words):
         cell(check)(exercise)
 
 
 def test_an_error_of_the_check_itself_shows_no_line_and_interrupts_pass():
-    spy = (
-        "def answer(exercise):\n    spy = lambda: {}['x']\n    with exercise(3):\n     "
-        "   spy()"
-    )
+    check = "def answer(exercise):\n    with exercise(3):\n        {}['x']"
     with pytest.raises(AnswerError, match=r"^3: KeyError: 'x'$"):
-        cell(spy)(exercise)
+        cell(check)(exercise)
     with pytest.raises(KeyboardInterrupt), exercise(3):
         raise KeyboardInterrupt
 
@@ -119,38 +87,17 @@ def test_off_is_the_largest_difference():
     assert off((ZEROS[0] + 1, ZEROS[1] - 3), ZEROS, "it") == 3.0
     assert off(torch.tensor([1]), torch.tensor([2.5], requires_grad=True), "it") == 1.5
     nan, zeros = torch.tensor([0.0, float("nan")]), torch.zeros(2)
-    for found in (
-        off(nan, zeros, "it"),
-        off([zeros + 1, nan, zeros], 3 * [zeros], "it"),
-    ):
-        assert found != found  # so that it is below no bound
+    found = off([zeros + 1, nan, zeros], 3 * [zeros], "it")
+    assert found != found  # so that it is below no bound
 
 
 @pytest.mark.parametrize(
     "value, expected, sentence",
     [
         (None, ZEROS[0], "it is None, and should be a tensor of shape (2, 3)."),
-        (
-            ZEROS[1],
-            ZEROS[0],
-            "it is a tensor of shape (4,), and should be a tensor of shape",
-        ),
-        (
-            ZEROS[:1],
-            ZEROS,
-            "it is a list of length 1, and should be a list of 2 tensors.",
-        ),
-        (
-            ZEROS[0],
-            ZEROS,
-            "it is a tensor of shape (2, 3), and should be a list of 2 tensors.",
-        ),
-        (
-            [ZEROS[0], "x"],
-            ZEROS,
-            "it, entry 1, is 'x', and should be a tensor of shape (4,).",
-        ),
-        (range, ZEROS, "it is <class 'range'>, and should"),
+        (ZEROS[1], ZEROS[0], "it is a tensor of shape (4,), and should be a tensor of"),
+        (ZEROS[:1], ZEROS, "it is a list of length 1, and should be a list of 2 ten"),
+        ([ZEROS[0], "x"], ZEROS, "it, entry 1, is 'x', and should be a tensor of shap"),
         ({i: i for i in range(99)}, ZEROS, "it is an object of type dict, and should"),
     ],
 )
@@ -159,12 +106,8 @@ def test_off_names_what_is_no_such_tensor(value, expected, sentence):
 
 
 def test_number_takes_numbers_only():
-    assert [number(x, "it") for x in (3, 2.5, torch.tensor([7]), np.int64(4))] == [
-        3,
-        2.5,
-        7,
-        4,
-    ]
+    found = [number(x, "it") for x in (3, 2.5, torch.tensor([7]), np.int64(4))]
+    assert found == [3, 2.5, 7, 4]
     for wrong in (None, "3", True, [3], torch.zeros(2)):
-        assert said(number, wrong, "it").startswith("3: it is ")
-        assert said(number, wrong, "it").endswith("and should be a number.")
+        text = said(number, wrong, "it")
+        assert re.fullmatch(r"3: it is .*, and should be a number\.", text)

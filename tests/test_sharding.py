@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LIMIT, attempt, clones, close, everyones, in_ranks, on_ranks, randn
+from helpers import LIMIT, attempt, close, everyones, in_ranks, mlp, on_ranks, randn
 from torch import nn
 from torch.distributed import fsdp, init_device_mesh
 from torch.nn import functional as F
@@ -35,7 +35,7 @@ class Model(nn.Module):
     def __init__(self, dtype=torch.float64, scale=1.5):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(11, 6)
+        self.dtype, self.embedding = dtype, nn.Embedding(11, 6)
         layers = nn.LayerNorm(6), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)
         self.blocks = nn.ModuleList([nn.Sequential(*layers), nn.Linear(6, 6)])
         self.blocks[0][1].weight.requires_grad_(False)
@@ -49,7 +49,7 @@ class Model(nn.Module):
     def forward(self, tokens):
         x = self.embedding(tokens) * self.scale
         for block in self.blocks:
-            x = x + block(x)
+            x = x + block(x.to(self.dtype))  # a unit casts it back
         return self.head(self.norm.eval()(self.frozen(x)))
 
 
@@ -85,9 +85,14 @@ def as_zero2(model, make):
     return model, optimizer
 
 
-def as_zero3(model, make, **options):
-    units(model, **options)
+def as_zero3(model, make, shard=fully_shard, **options):
+    units(model, shard, **options)
     return model, make(groups_of(model))
+
+
+def as_zero3_with_whole_parameters(model, make):
+    optimizer = make(groups_of(model))  # before there are shards
+    return units(model, reshard_after_forward=False), optimizer
 
 
 def torchs(part, **options):
@@ -96,12 +101,7 @@ def torchs(part, **options):
     return fsdp.fully_shard(part, mesh=mesh, **options)
 
 
-def as_torchs(model, make):
-    units(model, torchs)
-    return model, make(groups_of(model))
-
-
-WAYS = as_zero1, as_zero2, as_zero3, partial(as_zero3, reshard_after_forward=False)
+WAYS = as_zero1, as_zero2, as_zero3, as_zero3_with_whole_parameters
 
 
 def trained(way, make, rank, k, dtype, scale=1.5, device="cpu"):
@@ -132,38 +132,13 @@ def test_all_ways_train_as_ddp_does(rank, k):
 
 @in_ranks(2)
 def test_bits_are_those_of_torchs_fully_shard(rank, k):
+    low = {"param_dtype": torch.bfloat16}
+    policy = fsdp.MixedPrecisionPolicy(**low, reduce_dtype=torch.float32)
     args = partial(SGD, lr=0.1), rank, k, torch.float32, [1.5]  # torch has no scalars
-    (ours, missing), theirs = trained(as_zero3, *args), trained(as_torchs, *args)
-    assert torch.equal(ours, theirs[0]) and missing == theirs[1]
-
-
-def layers(shard, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
-    for part in (*model[::2], model):
-        shard(part, **options)
-    return model
-
-
-LOW = {"param_dtype": torch.bfloat16}
-POLICY = {"mp_policy": fsdp.MixedPrecisionPolicy(**LOW, reduce_dtype=torch.float32)}
-
-
-@in_ranks(2)
-def test_bits_of_a_compute_dtype_are_torchs(rank, k):
-    found = []
-    for shard, options in (fully_shard, LOW), (torchs, POLICY):
-        model = layers(shard, **options)
-        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for seed in range(3):
-            optimizer.zero_grad()
-            y = model(randn(4, 6, seed=2 * seed + rank, dtype=torch.float32))
-            y.float().square().mean().backward()
-            optimizer.step()
-        rows = [getattr(p, "_local_tensor", p).detach() for p in model.parameters()]
-        found.append([y.detach(), *rows])
-    assert found[0][0].dtype == found[1][0].dtype
-    assert all(map(torch.equal, *found))
+    for ours, theirs in ({}, {}), (low, {"mp_policy": policy}):
+        found, missing = trained(partial(as_zero3, **ours), *args)
+        expected = trained(partial(as_zero3, shard=torchs, **theirs), *args)
+        assert torch.equal(found, expected[0]) and missing == expected[1]
 
 
 WIDTH, DEPTH, CLASSES = 128, 6, 10
@@ -171,12 +146,10 @@ WIDTH, DEPTH, CLASSES = 128, 6, 10
 
 def measured(stage, rank, k):
     """Three steps: the peak in bytes, the bytes sent in the last one, and the model."""
-    torch.manual_seed(0)
-    pairs = [(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
-    model = nn.Sequential(*sum(pairs, ()), nn.Linear(WIDTH, CLASSES))
-    start, ledgers = sum(param.nbytes for param in model.parameters()), []
+    models, ledgers = [], []
 
     def train():
+        model = mlp(*[WIDTH] * (DEPTH + 1), CLASSES, dtype=torch.float32)
         for layer in model[::2] if stage >= 3 else ():
             fully_shard(layer, reshard_after_forward=stage == 3)
         make = partial(ShardedOptimizer, optimizer_class=AdamW) if stage < 3 else AdamW
@@ -189,9 +162,9 @@ def measured(stage, rank, k):
                 model(torch.ones(2, WIDTH)).square().mean().backward()
                 optimizer.step()
             ledgers.append(ledger)
+        models.append(model)
 
-    peak = peak_memory(train, "cpu") + (start if stage < 3 else 0)
-    return peak, ledgers[-1].sent(rank), model
+    return peak_memory(train, "cpu"), ledgers[-1].sent(rank), models[0]
 
 
 @pytest.mark.parametrize("k", [2, 4])
@@ -215,31 +188,22 @@ def test_peaks_and_bytes_are_those_of_the_formulas(rank, k):
     assert all(grad.untyped_storage().nbytes() == grad.nbytes for grad in grads)
 
 
-recompute = partial(checkpoint, use_reentrant=False)
-
-
-class Block(nn.Sequential):
-    """A wide part, of which ``recomputes`` keeps nothing, and a layer after it."""
-
-    def __init__(self, recomputes):
-        wide = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 8))
-        super().__init__(wide, nn.Linear(8, 8))
-        self.recomputes = recomputes
-
+class Recomputed(nn.Sequential):
     def forward(self, X):
-        wide, last = self
-        return last(recompute(wide, X) if self.recomputes else wide(X))
+        return checkpoint(super().forward, X, use_reentrant=False)
 
 
-def gradients_and_peak(around=False, inside=False):
+def gradients_peak_and_calls(around, inside):
+    """Of three blocks, each with one wide part inside a unit."""
     torch.manual_seed(0)
-    blocks = nn.ModuleList([fully_shard(Block(inside)) for _ in range(3)])
+    blocks = nn.Sequential()
+    for _ in range(3):
+        wide = inside(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 8))
+        blocks.append(around(fully_shard(nn.Sequential(wide, nn.Linear(8, 8)))))
 
     def step():
         X = torch.ones(64, 8, requires_grad=True)
-        for block in blocks:
-            X = recompute(block, X) if around else block(X)
-        X.square().sum().backward()
+        blocks(X).square().sum().backward()
 
     calls, peak = ranks.group_of(None).calls, peak_memory(step, "cpu")
     calls = ranks.group_of(None).calls - calls
@@ -248,35 +212,32 @@ def gradients_and_peak(around=False, inside=False):
 
 @in_ranks(2)
 def test_a_checkpoint_around_or_inside_a_unit_saves_its_activations(rank, k):
-    expected, most, calls = gradients_and_peak()
-    for where in {"around": True}, {"inside": True}:
-        found, peak, *again = gradients_and_peak(**where)
+    expected, most, calls = gradients_peak_and_calls(nn.Sequential, nn.Sequential)
+    for where in (Recomputed, nn.Sequential), (nn.Sequential, Recomputed):
+        found, peak, *again = gradients_peak_and_calls(*where)
         assert all(map(torch.equal, found, expected)), where
         assert peak < most - 64 * 256 * 4, where  # one block's, of three
         assert again == [calls], where  # what is gathered in backward stays
 
 
+as_it_is = nn.Identity()
+
+
+def layers(shard, **options):
+    model = mlp(6, 7, 1, dtype=torch.float32)
+    for part in (*model[::2], model):
+        shard(part, **options)
+    return model
+
+
 def it_begins_with_the_first_ranks_values(rank, k):
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
     model[1].running_mean.normal_()
-    seen = []
-    model[0].register_forward_pre_hook(lambda part, _: seen.append(part.weight.shape))
+    expected, _ = everyones(model.eval()(randn(1, 2)).detach())
     fully_shard(model[:2])
     ShardedOptimizer(model[2].parameters(), SGD, lr=1.0)
-    with torch.no_grad():
-        first, second = everyones(model.eval()(torch.ones(1, 2)))
-    assert torch.equal(first, second) and seen == [(3, 2)]  # whole for other hooks
-
-
-def dimensions_and_names_stay(rank, k):
-    model, plain = units(Model()), Model()
-    ours = {name: param.dim() for name, param in model.named_parameters()}
-    theirs = {name: max(1, param.dim()) for name, param in plain.named_parameters()}
-    assert ours == theirs
-    optimizer = ShardedOptimizer(groups_of(plain), SGD, lr=1.0)
-    for group, dims in zip(optimizer.param_groups, ([2], [1]), strict=True):
-        assert sorted({shard.dim() for shard in group["params"]}) == dims
+    assert torch.equal(model(randn(1, 2)), expected)
 
 
 def after_an_error_in_forward_the_unit_is_closed(rank, k):
@@ -296,16 +257,6 @@ def what_changes_the_rows_is_seen(rank, k):
         with torch.no_grad():  # nothing is kept
             assert not model(torch.ones(2, 6)).any()
         assert model[0]._unit.shards.wholes is None
-
-
-def an_optimiser_from_before_trains_the_rows(rank, k):
-    model = nn.Linear(4, 4)
-    optimizer = SGD(model.parameters(), lr=1.0)
-    before = clones(fully_shard(model).parameters())
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    after = [b - p.grad for b, p in zip(before, model.parameters(), strict=True)]
-    close([*model.parameters()], after)
 
 
 def a_parameter_has_one_unit_and_a_unit_one_dtype(rank, k):
@@ -328,11 +279,7 @@ def a_gradient_that_only_some_ranks_have_is_named(rank, k):
     parts = [fully_shard(nn.Linear(2, 2)) for _ in range(2)]
     kind, text, *_ = attempt(parts[rank], torch.ones(1, 2))
     assert kind == "MismatchError" and "for Linear, sharded in call" in text
-    parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    optimizer = ShardedOptimizer(parts.parameters(), SGD, lr=1.0)
-    parts[rank](torch.ones(1, 2)).sum().backward()
-    kind, text, *_ = attempt(optimizer.step)
-    assert kind == "MismatchError" and text.count(" without [") == 2
+    parts = [nn.Linear(2, 2) for _ in range(2)]
     optimizers = [ShardedOptimizer(x.parameters(), SGD, lr=1.0) for x in parts]
     for part in parts:
         part(torch.ones(1, 2)).sum().backward()
@@ -350,23 +297,6 @@ def a_step_without_gradients_on_one_rank_is_noticed(rank, k):
         layer(torch.ones(1, 2)).sum().backward()
         kind, text, *_ = attempt(optimizer.step)
         assert kind == "MismatchError" and "in step 0" in text and "in step 1" in text
-
-
-class WithoutGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, X, weight):
-        return X @ weight.T
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-def a_gradient_that_no_rank_has_stays_none(rank, k):
-    layer, X = nn.Linear(2, 2, bias=False), torch.ones(1, 2, requires_grad=True)
-    layer.forward = lambda X: WithoutGradients.apply(X, layer.weight)
-    fully_shard(layer)(X).sum().backward()
-    assert layer.weight.grad is None and X.grad is not None
 
 
 def rows_have_the_dtype_that_the_model_has_by_now(rank, k):
@@ -399,22 +329,15 @@ def only_what_is_trained_is_sent(rank, k):
     assert ledger.sent(rank) == 40 + 8  # both are gathered, and one is reduced
 
 
-as_it_is = nn.Identity()
-
-
 def gradients_are_clipped_by_the_norm_of_all(rank, k):
     X = randn(3, 6, seed=rank, dtype=torch.float32)
-    plain = layers(as_it_is)
-    net = DistributedDataParallel(plain)
-    (net(X) + net(2 * X)).square().mean().backward()
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    model = layers(fully_shard)
-    (model(X) + model(2 * X)).square().mean().backward()
-    zero1 = layers(as_it_is)
+    plain, sharded, zero1 = layers(as_it_is), layers(fully_shard), layers(as_it_is)
     optimizer = ShardedOptimizer(zero1.parameters(), SGD, lr=0.1)
-    (zero1(X) + zero1(2 * X)).square().mean().backward()
+    for net in DistributedDataParallel(plain), sharded, zero1:
+        (net(X) + net(2 * X)).square().mean().backward()
     optimizer.take_gradients()
-    for shards in list(model.parameters()), list(optimizer.shards.values()):
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    for shards in list(sharded.parameters()), list(optimizer.shards.values()):
         norm = clip_grad_norm_(shards, 0.01).float()
         rows = [rows_of(param.grad, shards[0].group) for param in plain.parameters()]
         found = [norm, *[shard.grad for shard in shards]]
@@ -424,12 +347,6 @@ def gradients_are_clipped_by_the_norm_of_all(rank, k):
     groups = {plain[0].bias: None, plain[2].bias: alone}
     shards = ShardedOptimizer(groups, SGD, group=groups.get, lr=0.1).shards.values()
     assert "several groups" in attempt(clip_grad_norm_, shards, 1.0)[1]
-
-
-def a_second_derivative_is_refused(rank, k):
-    model = layers(fully_shard)
-    backward = model(torch.ones(2, 6)).square().mean().backward
-    assert "requires gradients" in attempt(backward, create_graph=True)[1]
 
 
 def what_backward_needs_is_watched_and_freed(rank, k):
@@ -450,15 +367,10 @@ def zero1_works_with_scaler_scheduler_and_more_groups(rank, k):
         make = partial(ShardedOptimizer, optimizer_class=SGD) if sharded else SGD
         optimizer = make(model[0].parameters(), lr=0.1, momentum=0.9)
         optimizer.add_param_group({"params": model[2].weight, "lr": 0.2})
-        last = {"params": [model[2].bias], "lr": 0.3}
-        optimizer.add_param_group(last)
-        again = {"params": [model[2].bias]}
-        assert "more than one" in attempt(optimizer.add_param_group, again)[1]
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         scaler = GradScaler(group=ranks.group_of(None), init_scale=4.0)
         for scale in 1.0, float("inf") if rank else 1.0, 1.0:
             optimizer.zero_grad()
-            model[0].weight.data = 0.9 * model[0].weight.data
             loss = net(randn(3, 6, seed=rank, dtype=torch.float32)).square().mean()
             scaler.scale(loss * scale).backward()
             scaler.step(optimizer)
@@ -471,43 +383,22 @@ def zero1_works_with_scaler_scheduler_and_more_groups(rank, k):
     close(*found, rtol=0, atol=0)
 
 
-def a_state_of_other_shapes_is_refused(rank, k):
-    small, model = nn.Linear(2, 3), fully_shard(nn.Linear(2, 6))
-    state = {
-        "model": small.state_dict(),
-        "optimizer": SGD(small.parameters()).state_dict(),
-    }
-    optimizer = SGD(model.parameters())
-    assert "size mismatch" in attempt(load_full_state_dict, model, optimizer, state)[1]
-
-
 test_on_two = on_ranks(
     2,
     [
         it_begins_with_the_first_ranks_values,
-        dimensions_and_names_stay,
         after_an_error_in_forward_the_unit_is_closed,
         what_changes_the_rows_is_seen,
-        an_optimiser_from_before_trains_the_rows,
         a_parameter_has_one_unit_and_a_unit_one_dtype,
         a_gradient_that_only_some_ranks_have_is_named,
         a_step_without_gradients_on_one_rank_is_noticed,
-        a_gradient_that_no_rank_has_stays_none,
         rows_have_the_dtype_that_the_model_has_by_now,
         only_what_is_trained_is_sent,
         gradients_are_clipped_by_the_norm_of_all,
-        a_second_derivative_is_refused,
         what_backward_needs_is_watched_and_freed,
         zero1_works_with_scaler_scheduler_and_more_groups,
-        a_state_of_other_shapes_is_refused,
     ],
 )
-
-
-def tensors_of(state):
-    of_params = [values for _, values in sorted(state["optimizer"]["state"].items())]
-    values = [x.double() for of_one in of_params for x in of_one.values()]
-    return [*state["model"].values(), *values]
 
 
 def save_load_and_train(rank, k, way, state, steps):
@@ -535,8 +426,7 @@ def test_a_state_is_loaded_by_any_number_of_ranks_or_one(way):
     assert nothing == {}
     for k in 1, 3, 4:
         again = run(k, way, state, 0)[0]
-        close(tensors_of(again), tensors_of(state), rtol=0, atol=0)
-        assert again["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+        close(again, state, rtol=0, atol=0, check_dtype=False)  # torch casts products
     expected = run(2, way, state, 1)[0]["model"]
     model = Model()
     optimizer = NAdam(groups_of(model), lr=0.01)
@@ -544,7 +434,7 @@ def test_a_state_is_loaded_by_any_number_of_ranks_or_one(way):
     optimizer.load_state_dict(state["optimizer"])
     F.cross_entropy(model(TOKENS), TOKENS).backward()
     optimizer.step()
-    close([*model.state_dict().values()], [*expected.values()])
+    close(model.state_dict(), expected)
 
 
 @pytest.mark.gpu

@@ -18,16 +18,6 @@ from helpers import (
     randn,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
 from torch.nn import functional as F
 
 from d2lpar import count_bytes, fully_shard, ranks
@@ -104,16 +94,6 @@ def what_goes_forward_in_one_function_comes_back_in_another(rank, world_size):
                 assert Y.untyped_storage().nbytes() == Y.nbytes, "more is kept alive"
 
 
-def gradients_have_gradients(rank, world_size):
-    group, X = ranks.group_of(), randn(2, 4, seed=rank).requires_grad_()
-    Y = Sum.apply(Copy.apply(X, group).square(), group)
-    [X_grad] = torch.autograd.grad(Y.sum(), X, create_graph=True)
-    [second] = torch.autograd.grad(X_grad.square().sum(), X)
-    everyone = sum(randn(2, 4, seed=r) for r in range(world_size))
-    close(X_grad, 2 * everyone)  # of the sum of all squares, to what all ranks copied
-    close(second, 8 * world_size * everyone)
-
-
 # Layers and networks
 
 
@@ -136,6 +116,8 @@ def layers_are_those_of_one_process(rank, world_size):
             for param, other in zip(layer.parameters(), whole.parameters()):
                 close(param.grad, part(other.grad, param, group))
                 assert param.untyped_storage().nbytes() == param.nbytes, "all is kept"
+            frozen = kind(deepcopy(whole).requires_grad_(False), group).parameters()
+            assert not any(param.requires_grad for param in frozen)
 
 
 def training_parts_is_training_the_whole(rank, world_size):
@@ -158,54 +140,19 @@ def training_parts_is_training_the_whole(rank, world_size):
         assert len(set(everyones(loss.item(), group))) == 1, "not the same bits"
 
 
-def without_gradients_nothing_is_kept_and_what_others_have_is_not_used(rank, k):
-    X, _ = text()
-    for sequence in BOTH:
-        ours = cut_layers(small_gpt(), None, sequence)
-        if rank == 1:
-            ours[0].tokens.weight.data[0] = torch.nan  # of token 6
-        with torch.no_grad():
-            logits, saved = saved_memory(partial(ours, torch.where(X == 6, 7, X)))
-        assert saved == 0 and not logits.requires_grad and logits.isfinite().all()
-
-
-def parameters_may_be_frozen_replaced_and_shared(rank, world_size):
-    """Before they are cut or afterwards: the gradients are those of one process."""
-    for sequence in BOTH:
-        whole, (X, y) = small_gpt(), text()
-        for i, param in enumerate(whole.parameters()):
-            param.requires_grad_(i % 2 == 1)
-        whole[2].norm2.weight = whole[2].norm1.weight
-        ours = cut_layers(deepcopy(whole), None, sequence)
-        frozen = [not param.requires_grad for param in whole.parameters()]
-        assert [not param.requires_grad for param in ours.parameters()] == frozen
-        copies = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
-        ours.load_state_dict(copies, assign=True)
-        ours[2].norm2.weight = ours[2].norm1.weight
-        for model in (ours, whole):
-            model.requires_grad_(True)
-        vocab_parallel_cross_entropy(ours(X), y).backward()
-        loss_of(whole(X), y).backward()
-        for p, q in zip(ours.parameters(), whole.parameters()):
-            close(p.grad, part(q.grad, p))
-
-
 def shards_and_layers_may_both_be_cut(rank, world_size):
     """A GPT of two ranks whose parameters two more ranks share, with sequence."""
     row, column = grid(2, 2)
-    for sequence in BOTH:
-        whole, (X, y) = small_gpt(), text()
-        ours = cut_layers(small_gpt(), row, sequence)
-        for layer in (*ours, ours):
-            fully_shard(layer, group=column)
-        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-        vocab_parallel_cross_entropy(ours(X), y, row).backward()
-        optimizer.step()
-        loss_of(whole(X), y).backward()
-        for param in whole.parameters():
-            param.data -= 0.1 * param.grad
-        with torch.no_grad():
-            close(ours(X), part(whole(X), ours(X), row))
+    whole, (X, y) = small_gpt(), text()
+    ours = cut_layers(small_gpt(), row, sequence=True)
+    for layer in (*ours, ours):
+        fully_shard(layer, group=column)
+    vocab_parallel_cross_entropy(ours(X), y, row).backward()
+    loss_of(whole(X), y).backward()
+    for model in (ours, whole):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        close(ours(X), part(whole(X), ours(X), row))
 
 
 def losses_are_torchs(rank, world_size):
@@ -254,11 +201,8 @@ test_four_ranks = on_ranks(
     4,
     [
         what_goes_forward_in_one_function_comes_back_in_another,
-        gradients_have_gradients,
         layers_are_those_of_one_process,
         training_parts_is_training_the_whole,
-        without_gradients_nothing_is_kept_and_what_others_have_is_not_used,
-        parameters_may_be_frozen_replaced_and_shared,
         shards_and_layers_may_both_be_cut,
         losses_are_torchs,
         what_does_not_divide_is_named_and_nothing_has_been_cut,
@@ -298,46 +242,6 @@ def test_three_numbers_per_token_are_sent_whatever_the_vocabulary(rank, k):
         with count_bytes() as ledger:
             vocab_parallel_cross_entropy(logits, torch.arange(7)).backward()
         assert ledger.bytes == {(rank, 1 - rank): 3 * 7 * 8}
-
-
-# Against torch's own
-
-
-def plan_of(layer, between, sequence):
-    """What torch's parallelize_module is told about a layer of the GPT."""
-    columns = ColwiseParallel(input_layouts=between)
-    rows = RowwiseParallel(output_layouts=between)
-    norm = {"norm1": SequenceParallel(use_local_output=True)}
-    if hasattr(layer, "mlp"):
-        norm |= {"norm2": norm["norm1"]}
-        ends = {"attention.inputs": columns, "attention.output": rows}
-        return (norm if sequence else {}) | ends | {"mlp.0": columns, "mlp.2": rows}
-    if hasattr(layer, "logits"):
-        out = {"output_layouts": Shard(-1), "use_local_output": False}
-        head = {"logits": ColwiseParallel(input_layouts=between, **out)}
-        return head | ({"norm": norm["norm1"]} if sequence else {})
-    return {"tokens": RowwiseParallel(input_layouts=Replicate())}
-
-
-@pytest.mark.parametrize("sequence", BOTH)
-@in_ranks(2)
-def test_a_gpt_cut_by_torch_has_our_gradients(rank, k, sequence):
-    mesh, between = init_device_mesh("cpu", (k,)), Shard(1) if sequence else Replicate()
-    theirs, ours, (X, y) = small_gpt(), cut_layers(small_gpt(), None, sequence), text()
-    for layer in theirs:
-        parallelize_module(layer, mesh, plan_of(layer, between, sequence))
-    if sequence:
-        out = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
-        parallelize_module(theirs[0], mesh, PrepareModuleOutput(**out))
-    loss = vocab_parallel_cross_entropy(ours(X), y)
-    loss.backward()
-    with loss_parallel():
-        right = loss_of(theirs(X), y)
-        right.backward()
-    close(loss, right.full_tensor())
-    for p, q in zip(ours.parameters(), theirs.parameters()):
-        whole = q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad
-        close(p.grad, part(whole, p))
 
 
 @pytest.mark.gpu

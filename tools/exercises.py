@@ -18,6 +18,7 @@ from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
+from nbformat.v4 import new_markdown_cell
 from saved_cells import ROOT, formatted
 
 from d2lpar.checks import STUB
@@ -134,11 +135,12 @@ def completed(master: NotebookNode, name: str) -> NotebookNode:
     JupyterLab would stop at the first exercise that is not solved.
     """
     nb, texts = copy.deepcopy(master), chapter_texts(name)
+    nb.cells = [cell for cell in nb.cells if cell.id != "preface"]
+    if preface := texts.get(""):
+        nb.cells.insert(2, new_markdown_cell(preface, id="preface"))
     for cell in nb.cells:
         heading = cell.source.partition("\n")[0]
-        if cell.id == "preface":
-            cell.source = texts[""]
-        elif role(cell) == "text" and heading in texts:
+        if role(cell) == "text" and heading in texts:
             cell.source = f"{heading}\n\n{texts[heading]}"
         elif role(cell) == "solution":
             cell.metadata.tags = ["raises-exception"]

@@ -183,7 +183,9 @@ def cards(folder: Path) -> str:
         lines += [f"### {title}", "", promise, "", "::::{container} chapters"]
         for name in files:
             said, page = known[name], f"../notebooks/{name}.ipynb"
-            lines += [":::{container} card", f"![]({first_figure(name, folder)})", ""]
+            alt = f"The first figure of chapter {said['number']}"
+            lines += [":::{container} entry", f"![{alt}]({first_figure(name, folder)})"]
+            lines += [""]
             lines += [f"{said['number']}\\. [{said['title']}]({page})", ""]
             lines += [f"{said['question']} *{said['time']}*", ":::"]
         lines += ["::::", ""]

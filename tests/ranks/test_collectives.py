@@ -1,7 +1,6 @@
 """Collectives between real ranks: right to the last bit; loud when ranks disagree."""
 
 import time
-from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -11,7 +10,7 @@ from helpers import LIMIT, SCHEDULES, SOON, attempt, both_ways, in_ranks, take
 
 import d2lpar
 from d2lpar import cost, count_bytes, launch, ranks
-from d2lpar.schedules import Move, halving_doubling, recursive_doubling, ring, star
+from d2lpar.schedules import halving_doubling, recursive_doubling, ring, star
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
@@ -52,10 +51,8 @@ def test_allreduce_has_the_bits_of_the_list_form_and_torchs_sums(rank, k, way):
     if k in (2, 3):  # in several pieces
         cases += [(s, "sum", torch.float32, (600_001,)) for s in (None, *SCHEDULES)]
     for schedule, op, dtype, shape in cases:
-        mine, data = (
-            values(rank, shape, dtype),
-            [values(r, shape, dtype) for r in range(k)],
-        )
+        mine = values(rank, shape, dtype)
+        data = [values(r, shape, dtype) for r in range(k)]
         ranks.allreduce(mine, schedule, op)
         d2lpar.allreduce(data, schedule or ranks.choose(mine.nbytes, k), op)
         same(mine, data[rank], schedule, op, dtype, shape)
@@ -100,10 +97,7 @@ def test_the_other_collectives_are_the_list_forms_and_torchs(rank, k, way):
 
 
 LAYOUTS = {
-    "transposed": ((4, 3), torch.t),
     "rows, every other column": ((6, 5), lambda t: t[1:, ::2]),
-    "a slice": ((20,), lambda t: t[3:17]),
-    "one element": ((5,), lambda t: t[2:3]),
     "conjugated later": ((6,), torch.conj),
     "negated later": ((1,), lambda t: t.conj().imag if t.is_complex() else t),
 }
@@ -124,10 +118,6 @@ def test_any_layout_is_right_and_its_neighbours_stay(rank, k, way):
             view(want).copy_(data[rank])
             ranks.allreduce(view(whole[rank]), ring)
             same(whole[rank], want, name)
-    with torch.no_grad():
-        weights = torch.ones(4, requires_grad=True)
-        ranks.allreduce(weights)
-        same(weights.detach(), torch.full((4,), 3.0))
 
 
 @both_ways
@@ -151,44 +141,24 @@ def test_what_arrives_is_what_was_sent(rank, k, way):
 # The ranks differ: everyone says so, nothing has happened, and the group goes on.
 
 
-def renamed(k):
-    return star(k)
-
-
-renamed.__name__ = "ring"
-
-
-def swap(k):
-    return [[Move(r, 1 - r, None, False) for r in range(2)]]
-
-
 # what is called with t, usually and by the odd rank; what each says of it
 MISMATCHES = [
     ("allreduce(t)", "broadcast(t)", "allreduce, sum", "broadcast, from"),
-    ("barrier()", "all_gather(t)", "barrier, no data", "all_gather, of rows"),
-    ("barrier()", "agree('step 3')", "barrier, no data", "agree, on step 3"),
     ("agree('step 2')", "agree('step 3')", "step 2", "step 3"),
     ("allreduce(t)", "allreduce(t, op='max')", "sum", "max"),
     ("reduce_scatter(t, 'mean')", "reduce_scatter(t, 'min')", "mean", "min"),
-    ("allreduce(t)", "allreduce(t[:5])", "[6]", "[5]"),
     ("allreduce(t.view(2, 3))", "allreduce(t.view(3, 2))", "[2, 3]", "[3, 2]"),
     ("reduce_scatter(t)", "reduce_scatter(t.view(1, 6))", "[6]", "[1, 6]"),
     ("all_gather(t.view(2, 3))", "all_gather(t.view(3, 2))", "[0, 3]", "[0, 2]"),
     ("all_to_all([t] * k)", "all_to_all([t.int()] * k)", "float32", "int32"),
-    ("allreduce(t)", "allreduce(t.double())", "float32", "float64"),
     ("allreduce(t)", "allreduce(t.view(torch.int32))", "float32", "int32"),
-    ("allreduce(t.bfloat16())", "allreduce(t.half())", "bfloat16", " float16"),
     ("allreduce(t, star)", "allreduce(t, ring)", "star (", "ring ("),
-    ("allreduce(t, ring)", "allreduce(t, renamed)", "ring (", "ring ("),
     ("broadcast(t)", "broadcast(t, 1)", "from rank 0", "from rank 1"),
     # what only one rank cannot do
     ("allreduce(t)", "allreduce(t, op='avg')", "sum", "ValueError: op is 'avg'"),
-    ("barrier()", "allreduce(t.int(), op='mean')", "barrier", "the mean of int32"),
-    ("barrier()", "allreduce(t * 1j, op='max')", "barrier", "have no order"),
     ("barrier()", "barrier(timeout=0)", "no data", "ValueError: timeout must be"),
     ("allreduce(t)", "allreduce([1.0])", "sum", "TypeError: the tensor is a list"),
     ("broadcast(t)", "broadcast(t, 9)", "from", "ValueError: src is 9, but the group"),
-    ("allreduce(t)", "allreduce(t, swap)", "sum", "the same step changes it"),
     ("barrier()", "allreduce(t.requires_grad_())", "barrier", "requires gradients"),
     ("all_to_all([t] * k)", "all_to_all([])", "of rows", "0 parts for"),
     ("barrier()", "all_to_all([t, t.int(), t][:k])", "barrier", "not all parts have"),
@@ -198,7 +168,6 @@ MISMATCHES = [
 def call(text, t, k):
     """Make a call that is written in a table."""
     names = {**vars(ranks), "torch": torch, "ring": ring, "star": star, "k": k, "t": t}
-    names |= {"renamed": renamed, "swap": swap}
     return attempt(lambda: eval(text, names))
 
 
@@ -227,14 +196,12 @@ def test_every_rank_learns_of_a_difference_and_the_group_goes_on(rank, k, way):
         assert kind == error or not error.endswith("Error"), (kind, text)
 
 
-@both_ways
 @in_ranks(2)
-def test_long_plans_are_compared_to_their_end(rank, k, way):
-    take(way)
+def test_long_plans_are_compared_to_their_end(rank, k):
     ranks.agree("é" * 1000)
     for plan in (f"{rank}" + "x" * 1000, "x" * 1000 + f"{rank}", "éü"[rank]):
         assert attempt(ranks.agree, plan)[0] == "MismatchError"
-    schedule = partial(ring) if rank else partial(star)
+    schedule = partial(ring) if rank else partial(star)  # of different steps
     schedule.__name__ = "x" * 1000
     assert attempt(ranks.allreduce, torch.ones(3), schedule)[0] == "MismatchError"
     ranks.barrier()
@@ -270,23 +237,7 @@ def test_no_call_takes_a_tensor_that_was_sent_for_a_sum(rank, k, way):
 
 @both_ways
 @in_ranks(2)
-def test_what_cannot_be_sent_is_refused_before_anything_is_told(rank, k, way):
-    take(way)
-    if rank == 0:
-        sparse = torch.eye(3).to_sparse()
-        assert attempt(ranks.send, sparse, 1)[0] == "RuntimeError"
-        assert attempt(ranks.allreduce, sparse)[0] == "MismatchError"
-        ranks.send(torch.ones(3), 1)
-    else:
-        assert attempt(ranks.allreduce, torch.ones(3))[0] == "MismatchError"
-        assert ranks.receive(0).tolist() == [1, 1, 1]
-
-
-@both_ways
-@in_ranks(2)
-def test_a_rank_that_fails_after_all_have_agreed_takes_no_note_for_a_number(
-    rank, k, way
-):
+def test_a_rank_that_fails_after_all_have_agreed_makes_no_more_calls(rank, k, way):
     take(way)
     tensor = torch.ones(3)
     if rank == 0:
@@ -298,22 +249,6 @@ def test_a_rank_that_fails_after_all_have_agreed_takes_no_note_for_a_number(
         assert attempt(ranks.allreduce, tensor, timeout=1)[0] == "PeerError"
 
 
-def test_torch_is_silently_wrong_about_a_dtype_and_an_op():
-    def theirs(rank, k):
-        six = torch.arange(6.0) + 2
-        for tensor, op in [
-            (six.int() if rank else six, "SUM"),
-            (six, "MAX" if rank else "SUM"),
-        ]:
-            right = tensor.clone() * 2
-            alone = dist.new_group(timeout=timedelta(seconds=2))  # may be left broken
-            dist.all_reduce(tensor, getattr(dist.ReduceOp, op), alone)
-            yield torch.equal(tensor, right)
-
-    first, second = launch(lambda *args: list(theirs(*args)), 2, timeout=LIMIT)
-    assert not any(map(bool.__and__, first, second)), "then our checks are not needed"
-
-
 @in_ranks(1)
 def test_what_is_no_group_of_processes_with_cpus_is_refused(rank, k):
     kind, text, *_ = attempt(ranks.barrier, [0])
@@ -323,22 +258,8 @@ def test_what_is_no_group_of_processes_with_cpus_is_refused(rank, k):
 
 
 def test_without_a_process_group():
-    for function in (partial(ranks.receive, 1), ranks.barrier, ranks.own_group):
-        with pytest.raises(ValueError, match="no process group: call this inside lau"):
-            function()
-
-
-def test_a_schedule_that_changes_is_not_remembered():
-    def check(rank, k):
-        schedules = [ring, star]
-        for _ in range(2):
-            with count_bytes() as ledger:
-                ranks.allreduce(torch.ones(12), lambda k: schedules[0](k))
-            yield dict(ledger.messages)
-            schedules.pop(0)
-
-    outcomes = launch(lambda *args: list(check(*args)), 3, timeout=LIMIT)
-    assert outcomes[1] == [{(1, 2): 4}, {(1, 0): 1}]
+    with pytest.raises(ValueError, match="no process group: call this inside launch"):
+        ranks.barrier()
 
 
 # A rank does not come, or fails.

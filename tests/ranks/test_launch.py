@@ -4,10 +4,8 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import pickle
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -15,11 +13,13 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from d2lpar import ranks
 from d2lpar.ranks import RankError, launch
@@ -29,12 +29,10 @@ LIMIT = 200  # seconds for what takes one to ten: a machine may be busy
 
 
 def alive(*pids):
-    """Whether any of them runs; one that waits for its parent's notice does not."""
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                return True
-    return False
+    """Those of them that run; one that waits for its parent's notice does not."""
+    running = psutil.process_iter(["status"])
+    running = [p.pid for p in running if p.info["status"] != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if pid in running]
 
 
 def wait_until(condition):
@@ -45,15 +43,9 @@ def wait_until(condition):
 
 
 def test_functions_of_all_kinds_and_their_arguments(tmp_path, monkeypatch):
-    big, shared = torch.arange(5_000_000), []  # 40 MB
-
-    def with_closure(rank, world_size, tensor, same):
-        return same is shared, tensor + rank
-
-    for rank, (same, tensor) in enumerate(launch(with_closure, 2, big, shared)):
-        assert same and torch.equal(tensor, big + rank)
-    assert launch(lambda rank, world_size, *args: args, 1, "a", [1]) == [("a", [1])]
-    one = torch.ones(1)
+    big, one = torch.arange(5_000_000), torch.ones(1)  # 40 MB
+    for rank, found in enumerate(launch(lambda r, k, x: x + one * r, 2, big)):
+        assert torch.equal(found, big + one * rank)
     assert launch(lambda rank, world_size: torch.ops.aten.neg(one), 1) == [-one]
     (tmp_path / "beside.py").write_text("class A:\n    def f(self, r, k): return 7 + r")
     monkeypatch.syspath_prepend(tmp_path)
@@ -66,7 +58,7 @@ def test_surroundings_are_those_of_the_call_not_of_the_first_one(tmp_path, monke
     def surroundings(rank, world_size):
         names = "NEW", "GONE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
         values = [os.environ.get(name) for name in names]
-        drawn = torch.rand(1).item(), random.random()
+        drawn = torch.randint(10**9, ()).item(), random.random()
         kind = torch.ones(1).dtype, torch.get_num_threads()
         place = os.getcwd(), tempfile.gettempdir(), sys.path, sys.argv
         return values, drawn, kind, place, psutil.Process().parent().ppid()
@@ -89,9 +81,8 @@ def test_surroundings_are_those_of_the_call_not_of_the_first_one(tmp_path, monke
     for rank, (values, _, *others) in enumerate(results):
         assert values == ["seen", None, str(rank), str(rank), "2", "2"]
         assert others == [(torch.float64, 1), place, server]
-    (_, same, *_), (_, other, *_) = launch(surroundings, 2)
+    (_, same, *_), (_, other, *_) = results
     assert same == first and not set(other) & set(first)
-    assert "RANK" not in os.environ
     wait_until(lambda: not psutil.Process(server).children())
 
 
@@ -105,56 +96,35 @@ def test_the_group_is_ready_and_on_loopback_only_and_all_stay(monkeypatch):
         assert [s for s in sockets if not s.raddr], "we do not see where gloo listens"
         dist.all_gather_object(pids, os.getpid())
         time.sleep(0.2 * (world_size - rank))  # the last one returns first
-        return alive(pids[-1])
+        return alive(pids[-1]) != []
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
     assert launch(check, 3) == [True, True, True]
-
-
-def generator():
-    yield
 
 
 @pytest.mark.parametrize(
     "words, error, timeout, args",
     [
         ("world_size must be at least 1, got 0", ValueError, 1, (abs, 0)),
-        ("'float' object", TypeError, 1, (abs, 2.0)),
-        ("at most 1e6 seconds, got inf", ValueError, float("inf"), (abs, 1)),
         ("timeout must be above 0.*, got 0", ValueError, 0, (abs, 1)),
         (r"got 3; write launch\(f, 2\), not launch\(f\(\)\)", TypeError, 1, (3, 2)),
-        ("^<.* abs>.* cannot be sent.*generator", TypeError, 1, (abs, 1, generator())),
+        ("abs>.* cannot be sent.*generator", TypeError, 1, (abs, 1, (n for n in ()))),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(
-    words, error, timeout, args, monkeypatch
-):
+def test_bad_input_starts_nothing(words, error, timeout, args, monkeypatch):
     monkeypatch.delattr(launcher, "_start")
     with pytest.raises(error, match=words):
         launch(*args, timeout=timeout)
 
 
-def chained():
-    try:
-        {}["a"]
-    except KeyError as error:
-        raise OSError("no file") from error
-
-
 @pytest.mark.parametrize(
     "deed, words",
     [
-        (chained, r"OSError: no file\n(.*\n)*.*{}\[\"a\"\](.*\n)*KeyError: 'a'"),
-        (lambda: launch(), "TypeError: launch.. missing 2 required"),
-        (lambda: exec("x ="), "SyntaxError: invalid syntax"),
-        (
-            lambda: sys.exit(4),
-            r"SystemExit: 4\n\nTraceback .*\n  File .*, in one_fails",
-        ),
+        (lambda: {}["a"], r"KeyError: 'a'\n\nTraceback .*\n  File .*, in one_fails\n"),
+        (sys.exit, r"SystemExit\n"),
         (input, "EOFError"),
-        (generator, "TypeError: cannot return a generator to the caller"),
+        (lambda: (n for n in ()), "TypeError: cannot return a generator to the ca"),
         (lambda: os._exit(3), r"died before it had finished \(exit code 3\)"),
-        (lambda: ctypes.string_at(0), "died .*SIGSEGV"),
     ],
 )
 def test_the_rank_that_failed_is_named_not_one_that_misses_it(
@@ -172,7 +142,6 @@ def test_the_rank_that_failed_is_named_not_one_that_misses_it(
     with pytest.raises(RankError, match=f"^rank 1: {words}") as caught:
         launch(one_fails, 2)
     assert caught.value.rank == 1 and sorted(caught.value.errors) == [0, 1]
-    assert pickle.loads(pickle.dumps(caught.value)).rank == 1
     assert caught.value.errors[0].startswith("PeerError: rank 1 is gone\n")
     lines = [f"[rank 1] {number}" for number in range(100)]  # its last words, too
     assert capsys.readouterr().out.splitlines() == lines
@@ -214,20 +183,14 @@ def test_ranks_that_do_not_finish_are_named_with_the_place_where_each_stands(cap
     assert capsys.readouterr().out.count("half a line\n") == 3
 
 
-def test_what_the_system_refuses_is_told_and_the_next_launch_works(
-    monkeypatch, capsys, tmp_path
-):
-    words = "^the ranks cannot be started: "
+def test_a_refusal_and_a_kill_are_told_and_leave_nothing(monkeypatch, capsys, tmp_path):
     assert launch(max, 2) == [2, 2]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before, lowest = psutil.Process().num_fds(), os.dup(1)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 5, hard))
-    try:
-        with pytest.raises(RuntimeError, match=words + ".*Too many open"):
+    before = psutil.Process().num_fds()
+    with monkeypatch.context() as patch:
+        pipes = [multiprocessing.Pipe(), OSError("Too many open files")]
+        patch.setattr(multiprocessing, "Pipe", Mock(side_effect=pipes))
+        with pytest.raises(RuntimeError, match="cannot be started: Too many"):
             launch(max, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert psutil.Process().num_fds() == before
 
     def kill(rank, world_size, whose):
@@ -250,13 +213,11 @@ def test_what_the_system_refuses_is_told_and_the_next_launch_works(
 
 def test_nothing_accumulates_and_nothing_has_a_name_that_could(tmp_path, monkeypatch):
     def make(rank, world_size, failing):
-        # its locks have names, as tqdm's, which is taken away when the rank ends
+        # its locks have names, as tqdm's, which are taken away when the rank ends
         make.kept = multiprocessing.get_context("spawn").Lock()
         lock, maps = make.kept._semlock.name[1:], Path("/proc/self/maps").read_text()
         shared = [line for line in maps.splitlines() if "/dev/shm/" in line]
-        assert all(line.endswith("(deleted)") or lock in line for line in shared), (
-            shared
-        )
+        assert all("(deleted)" in line or lock in line for line in shared), shared
         if rank == failing:
             raise ValueError
         return f"/dev/shm/sem.{lock}"
@@ -276,10 +237,8 @@ def test_a_rank_may_have_processes_which_end_with_it(capfd):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def work(rank, world_size, dies):
-        numbers = torch.utils.data.TensorDataset(torch.arange(10.0))
-        options = {"num_workers": 2, "persistent_workers": True}
-        loader = torch.utils.data.DataLoader(numbers, 4, **options)
-        total = sum(float(X.sum()) for (X,) in loader)
+        loader = DataLoader(range(10), 4, num_workers=2, persistent_workers=True)
+        total = sum(X.sum().item() for X in loader)
         pool = multiprocessing.Pool(1)  # left open, as the loader is
         pool.apply(print, ["from the pool"])  # not through the rank's line
         subprocess.Popen(["sleep", "300"])
@@ -301,103 +260,75 @@ def test_a_rank_may_have_processes_which_end_with_it(capfd):
 
 
 @contextlib.contextmanager
-def script(source, *, how="file"):
+def script(source, folder):
     """Run a script with its own temporary folder, beside files named as modules."""
-    with tempfile.TemporaryDirectory(prefix="d2l-") as folder:
-        main, scratch, here = (Path(folder) / name for name in ("main.py", "t", "here"))
-        scratch.mkdir()
-        here.mkdir()
-        for name in ("random.py", "queue.py", "d2lpar.py"):
-            (here / name).write_text("raise RuntimeError('imported by accident')\n")
-        main.write_text(textwrap.dedent(source))
-        with open(main if how == "stdin" else os.devnull) as stdin:
-            process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-" if how == "stdin" else main],
-                **dict.fromkeys(("stdout", "stderr"), subprocess.PIPE),
-                stdin=stdin,
-                cwd=folder if how == "stdin" else here,  # else it would import them
-                env={**os.environ, "TMPDIR": str(scratch)},
-                text=True,
-                start_new_session=True,
-            )
-        try:
-            yield process, scratch
-        finally:
-            for child in processes_in(scratch):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-            process.communicate()
+    main, scratch, here = (folder / name for name in ("main.py", "t", "here"))
+    scratch.mkdir()
+    here.mkdir()
+    for name in ("random.py", "d2lpar.py"):
+        (here / name).write_text("raise RuntimeError('imported by accident')\n")
+    main.write_text(textwrap.dedent(source))
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", main],
+        **dict.fromkeys(("stdout", "stderr"), subprocess.PIPE),
+        cwd=here,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process, scratch
+    finally:
+        for child in processes_in(scratch):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.communicate()
 
 
 def processes_in(scratch):
     """The processes that run with this temporary folder, in whatever session."""
-
-    def is_in(process):
-        with contextlib.suppress(psutil.Error):
-            return process.environ().get("TMPDIR") == str(scratch)
-
-    return [process for process in psutil.process_iter() if is_in(process)]
+    everyone, here = psutil.process_iter(["environ"]), {"TMPDIR": str(scratch)}
+    return [p for p in everyone if here.items() <= (p.info["environ"] or {}).items()]
 
 
-@pytest.mark.parametrize("how", ["file", "stdin"])
-def test_scripts_run_their_top_level_once_and_threads_see_no_change(how):
+def test_scripts_run_their_top_level_once_and_may_launch_from_threads(tmp_path):
     source = """
-    import os, pickle, sys, tempfile, threading, time
+    import os, psutil
     from concurrent.futures import ThreadPoolExecutor
     from dataclasses import dataclass
     from d2lpar import RankError, launch
 
     with open(os.path.join(os.environ["TMPDIR"], "runs"), "a") as file:
         file.write("once\\n")
-    FACTOR, done = 10, threading.Event()
+    FACTOR = 10
 
     @dataclass
     class Point:
         x: int
 
-    def helper(x):
-        return FACTOR * x
-
     def f(rank, world_size, point):
-        if point is None:
-            raise ValueError("nothing")
-        return Point(helper(point.x + rank))
+        return Point(FACTOR * point.x + rank)
 
-    def around():
-        return dict(os.environ), tempfile.gettempdir(), sys.modules["__main__"]
-
-    def look(before):
-        while not done.is_set():
-            pickle.dumps(Point(1))
-            assert around() == before
-            time.sleep(0.001)
-
-    with ThreadPoolExecutor(4) as executor:
-        looking = executor.submit(look, around())
-        try:
-            for _ in range(2):  # at first, one of them starts the server
-                results = executor.map(lambda x: launch(f, 2, Point(x)), range(3))
-                for x, points in enumerate(results):
-                    assert points == [Point(10 * x), Point(10 * x + 10)]
-        finally:
-            done.set()
-        looking.result()
+    with ThreadPoolExecutor(4) as executor:  # one of the threads starts the server
+        results = executor.map(lambda x: launch(f, 2, Point(x)), range(4))
+        for x, points in enumerate(results):
+            assert points == [Point(10 * x), Point(10 * x + 1)]
+    [server] = psutil.Process().children()
     try:
         launch(f, 2, None)
     except RankError as error:
         print(error)
     """
-    with script(source, how=how) as (process, scratch):
+    with script(source, tmp_path) as (process, scratch):
         out, err = process.communicate(timeout=LIMIT)
         assert (process.returncode, err) == (0, "")
-        assert ", in f\n" in out and "ValueError: nothing\n" in out
-        assert how == "stdin" or 'raise ValueError("nothing")\n' in out
+        assert ", in f\n    return Point(FACTOR * point.x + rank)\n" in out
         assert (scratch / "runs").read_text() == "once\n"
         assert os.listdir(scratch) == ["runs"]
 
 
 @pytest.mark.alone
-def test_interrupting_or_killing_the_caller_leaves_nothing():
+def test_interrupting_or_killing_the_caller_leaves_nothing(tmp_path):
     source = """
     import ctypes, os, psutil, signal, threading, time
     from d2lpar import launch
@@ -424,7 +355,7 @@ def test_interrupting_or_killing_the_caller_leaves_nothing():
     print("left", os.listdir(os.environ["TMPDIR"]), flush=True)
     launch(hang, 3, timeout=1000)
     """
-    with script(source) as (process, scratch):
+    with script(source, tmp_path) as (process, scratch):
         lines = iter(process.stdout.readline, "left []\n")
         assert len([line for line in lines if "interrupted" in line]) == 7
         assert all("pid" in process.stdout.readline() for _ in range(3))
@@ -435,20 +366,12 @@ def test_interrupting_or_killing_the_caller_leaves_nothing():
         assert not os.listdir(scratch) and process.stderr.read() == ""
 
 
-CELLS = """
-    import os, time
-    import torch, torch.distributed as dist
+CELL = """
+    import os, time, torch
     from d2lpar import RankError, launch
-    _ = torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # OpenMP: a fork would hang
-    # Next cell
-    def add_up(rank, world_size):
-        tensor = torch.tensor([rank + 1])
-        dist.all_reduce(tensor)
-        print("hello from a cell")
-        return tensor.item()
 
-    launch(add_up, 2)
-    # Next cell
+    _ = torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # OpenMP: a fork would hang
+
     def stuck(rank, world_size, seconds):
         print("pid", os.getpid())
         time.sleep(seconds)
@@ -480,21 +403,18 @@ def test_cells_in_a_kernel_that_is_interrupted(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     kernel, client = start_new_kernel(cwd=tmp_path)
     try:
-        nothing, added, failed = map("".join, map(pieces, CELLS.split("# Next cell")))
-        assert nothing == "" and added.endswith("[3, 3]")
-        assert all(f"[rank {rank}] hello from a cell\n" in added for rank in (0, 1))
+        failed = "".join(pieces(CELL))
         place = '  File "<cell>", line {}, in stuck\n    {}\n'
-        error = place.format(4, 'raise ValueError("no good")  # in a cell')
+        error = place.format(9, 'raise ValueError("no good")  # in a cell')
         assert error in failed and "ipykernel" not in failed
-        assert failed.count(place.format(3, "time.sleep(seconds)")) == 2
-        hanging = pieces("launch(stuck, 2, 1000)")
-        pids = []
+        assert failed.count(place.format(8, "time.sleep(seconds)")) == 2
+        hanging, pids = pieces("launch(stuck, 2, 1000)"), []
         while len(pids) < 2:
             pids += map(int, re.findall(r"pid (\d+)", next(hanging)))
         kernel.interrupt_kernel()
         assert list(hanging)[-1] == "KeyboardInterrupt"
         wait_until(lambda: not alive(*pids))
-        assert "".join(pieces("launch(add_up, 2)")).endswith("[3, 3]")
+        assert "".join(pieces("launch(max, 2)")).endswith("[2, 2]")
     finally:
         client.stop_channels()
         kernel.shutdown_kernel(now=True)
