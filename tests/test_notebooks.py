@@ -30,7 +30,7 @@ METADATA = {
     "language_info": {"name": "python", "pygments_lexer": "ipython3"},
 }
 HEAD = r"# .+\n\n\*.+\?\*\n\n- \*\*You need\*\* .+\n- \*\*You will have built\*\* .+\n"
-HEAD += r"- \*\*It takes\*\* about (\d+ min).+"
+HEAD += r"- \*\*It takes\*\* about (\d+) min.+"
 # Home folders, temporary ones, and where packages are installed.
 MACHINE_PATH = re.compile(
     r"/(?:home|root|tmp|Users|private/var|var/folders)/|site-packages"
