@@ -60,9 +60,8 @@ def attend_backward(q, out, lse, grad, k, v, mask):
 
 def meetings(own, here):
     """Yield (queries, keys, mask) of the tiles where own tokens may see those here."""
-    cuts = 2 * ceil(
-        len(own) / (2 * TILE)
-    )  # even, for zigzag below: none has both halves
+    # even: then, in zigzag order, below, no tile has tokens of both halves
+    cuts = 2 * ceil(len(own) / (2 * TILE))
     bounds = sorted({len(own) * i // cuts for i in range(cuts + 1)})
     for queries, keys in product(map(slice, bounds, bounds[1:]), repeat=2):
         if own[queries].max() >= here[keys].min():

@@ -119,9 +119,8 @@ def sent(net, plan, n):
     }
     if plan.ulysses:
         per_block["cp"] = 4 + 2 * again, 1, (1 - 1 / cp) * (q + kv) / tp
-    travels = m * (
-        2 * plan.v - (pp == 2)
-    )  # forward and back; of two ranks, each has an end
+    # forward and back; of two ranks, each has an end, which sends once less
+    travels = m * (2 * plan.v - (pp == 2))
     found = {"pp": (travels, travels * rows / (tp if sequence else 1))}
     for axis, (calls, messages, nbytes) in per_block.items():
         calls *= m * (blocks + (0.5 / pp if axis == "tp" else 0))  # embedding and head

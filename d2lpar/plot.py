@@ -183,8 +183,8 @@ def schedule(function, k: int, title: str = "") -> Picture:
 
     Beside each device, a column is a chunk that it holds, a row in it a contribution.
     """
-    steps, note = function(k), "solid: added; dashed: replaces; framed: the whole sum; "
-    note += "numbers: chunks that just came"
+    steps, note = function(k), "solid: adds; dashed: replaces; framed: complete sum; "
+    note += "numbers: chunks just received"
     columns = 3 if k > 5 or len(steps) == 4 else 4
     states, n, far = holdings(steps, k), num_chunks(steps), 2 if k == 4 else 2.3
     angles = np.pi / 2 - 2 * np.pi * (np.arange(k) - 0.5) / k
