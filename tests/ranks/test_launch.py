@@ -213,7 +213,7 @@ def test_a_refusal_and_a_kill_are_told_and_leave_nothing(monkeypatch, capsys, tm
 
 def test_nothing_accumulates_and_nothing_has_a_name_that_could(tmp_path, monkeypatch):
     def make(rank, world_size, failing):
-        # its locks have names, as tqdm's, which are taken away when the rank ends
+        # a lock of a semaphore has a name, which is taken away when the rank ends
         make.kept = multiprocessing.get_context("spawn").Lock()
         lock, maps = make.kept._semlock.name[1:], Path("/proc/self/maps").read_text()
         shared = [line for line in maps.splitlines() if "/dev/shm/" in line]
