@@ -194,6 +194,8 @@ def leaves_what_torchs_leaves(scenario, rank, k):
 
 
 CHECKS = {n: partial(leaves_what_torchs_leaves, s) for n, s in SCENARIOS.items()}
+if torch.__version__.startswith("2.11"):  # torch's fails there: pytorch/pytorch#175024
+    del CHECKS["two forward passes"]
 test_two_ranks_leave_torchs_bits = on_ranks(2, CHECKS)
 test_three_ranks_leave_what_torchs_leaves = on_ranks(3, CHECKS)
 

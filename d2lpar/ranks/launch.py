@@ -8,7 +8,9 @@ once it has used OpenMP. What runs beside the caller is in ``worker``.
 
 import copyreg
 import importlib
+import io
 import linecache
+import marshal
 import multiprocessing
 import operator
 import os
@@ -22,6 +24,7 @@ from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -52,6 +55,14 @@ serve()
 copyreg.pickle(type(torch.ops), lambda ops: (importlib.import_module, (ops.__name__,)))
 
 _asking = threading.Lock()  # of two threads that launch, one starts the server
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Keep the names of cells and files, for tracebacks: cloudpickle 3.1.3 does not."""
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
+        {CodeType: lambda code: (marshal.loads, (marshal.dumps(code),))}
+    )
 
 
 class RankError(RuntimeError):
@@ -87,8 +98,9 @@ def launch(
     cannot be pickled, RuntimeError if no rank can be started.
     """
     _check(fn, world_size, timeout)
+    call = io.BytesIO()
     try:
-        call = cloudpickle.dumps((fn, args))
+        _Pickler(call).dump((fn, args))
     except Exception as error:
         what = f"{fn!r}, what it uses, or an argument"
         raise TypeError(f"{what} cannot be sent to a rank: {error}") from None
@@ -96,7 +108,7 @@ def launch(
     sources = {name: entry for name, entry in known if len(entry) == 4 and not entry[1]}
     dtype, place = torch.get_default_dtype(), os.getcwd()
     surroundings = dict(os.environ), place, sys.path, sys.argv, sources, dtype
-    job = Job(call, surroundings, world_size, timeout, threads)
+    job = Job(call.getvalue(), surroundings, world_size, timeout, threads)
     with ExitStack() as stack:
         try:
             parent, *ranks = _start(job, stack)
