@@ -394,12 +394,18 @@ def run_cell(page, cell):
     """Run a cell, and wait for its end; again if JupyterLab was not ready for it."""
     prompt = cell.locator(".jp-InputPrompt")
     before = prompt.inner_text()
-    while prompt.inner_text() == before:
-        prompt.click()  # a click on the bar of a folded cell would open it
-        page.keyboard.press("Shift+Enter")
+
+    def has_run():
+        text = prompt.inner_text()
+        return text != before and re.match(r"\[\d+\]", text)
+
+    def press():
+        if prompt.inner_text() != "[*]:":  # which it may have been for a moment
+            prompt.click()  # a click on the bar of a folded cell would open it
+            page.keyboard.press("Shift+Enter")
         page.wait_for_timeout(3000)
-    ended = re.compile(r"\[\d+\]")
-    until(lambda: ended.match(prompt.inner_text()), lambda: page.wait_for_timeout(200))
+
+    until(has_run, press)
 
 
 def test_an_exercise_is_solved_in_jupyterlab(page, lab, tmp_path):
