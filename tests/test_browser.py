@@ -401,7 +401,7 @@ def run_cell(page, cell):
 
     def press():
         if prompt.inner_text() != "[*]:":  # which it may have been for a moment
-            prompt.click()  # a click on the bar of a folded cell would open it
+            prompt.click()  # which opens a folded cell
             page.keyboard.press("Shift+Enter")
         page.wait_for_timeout(3000)
 
