@@ -197,6 +197,11 @@ def test_a_hosted_notebook_installs_the_book_and_its_links_lead_there():
         "https://github.com/a/b/tree/hosted/d2lpar/a.py",
         "#here",
     ]
+    readme = "[1](notebooks/01_a.ipynb) [C](CHANGELOG.md)"  # which has no page
+    assert website.led(readme, "", "https://a", "https://b").split() == [
+        "[1](https://b/notebooks/01_a.html)",
+        "[C](https://a/tree/hosted/CHANGELOG.md)",
+    ]
 
 
 def test_copies_have_no_outputs_and_what_a_reader_has_stays(tmp_path):

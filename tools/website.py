@@ -3,7 +3,7 @@
 docs/conf.py uses this. ``make site`` builds the site.
 
 python tools/website.py REPOSITORY SITE    for the branch that hosted notebooks open:
-lets all notebooks install the book, and their links lead to the site
+lets all notebooks install the book, and their links and the README's lead to the site
 """
 
 import base64
@@ -235,11 +235,8 @@ def reference() -> str:
     return "\n".join(lines)
 
 
-def hosted(nb, folder: str, repository: str, site: str) -> None:
-    """Let a notebook of ``folder`` install the book; lead its links to the site."""
-    lines = f"!git clone -q --depth 1 {repository} d2lpar-book\n"
-    lines += "%cd -q d2lpar-book/notebooks\n%pip install -q .."
-    nb.cells.insert(1, nbformat.v4.new_code_cell(lines, id="hosted"))
+def led(text: str, folder: str, repository: str, site: str) -> str:
+    """Lead the relative links of a text in ``folder`` to the site or the repository."""
     raw = repository.replace("//github.com", "//raw.githubusercontent.com")
 
     def absolute(link):
@@ -247,17 +244,27 @@ def hosted(nb, folder: str, repository: str, site: str) -> None:
         if path.endswith((".svg", ".png")):
             return f"]({raw}/hosted/{path})"
         page, suffix = posixpath.splitext(path)
-        if suffix in (".md", ".ipynb"):
+        if suffix in (".md", ".ipynb") and "/" in path:  # it has no page for the others
             return f"]({site}/{page}.html)"
         return f"]({repository}/tree/hosted/{path})"
 
+    return re.sub(r"\]\((?!https?:|#)([^)\s]+)\)", absolute, text)
+
+
+def hosted(nb, folder: str, repository: str, site: str) -> None:
+    """Let a notebook of ``folder`` install the book; lead its links to the site."""
+    lines = f"!git clone -q --depth 1 {repository} d2lpar-book\n"
+    lines += "%cd -q d2lpar-book/notebooks\n%pip install -q .."
+    nb.cells.insert(1, nbformat.v4.new_code_cell(lines, id="hosted"))
     for cell in nb.cells:
         if cell.cell_type == "markdown":
-            relative = r"\]\((?!https?:|#)([^)\s]+)\)"
-            cell.source = re.sub(relative, absolute, cell.source)
+            cell.source = led(cell.source, folder, repository, site)
 
 
 if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    text = led(readme.read_text("utf-8"), "", *sys.argv[1:])
+    readme.write_text(text.replace("ADDRESS-OF-THIS-REPOSITORY", sys.argv[1]), "utf-8")
     for path in (ROOT / "notebooks").rglob("*.ipynb"):
         nb = nbformat.read(path, as_version=4)
         hosted(nb, path.parent.relative_to(ROOT).as_posix(), *sys.argv[1:])
