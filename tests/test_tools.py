@@ -198,7 +198,7 @@ def test_a_hosted_notebook_installs_the_book_and_its_links_lead_there():
         "#here",
     ]
     readme = "[1](notebooks/01_a.ipynb) [C](CHANGELOG.md)"  # which has no page
-    assert website.led(readme, "", "https://a", "https://b").split() == [
+    assert website.absolute_links(readme, "", "https://a", "https://b").split() == [
         "[1](https://b/notebooks/01_a.html)",
         "[C](https://a/tree/hosted/CHANGELOG.md)",
     ]

@@ -235,7 +235,7 @@ def reference() -> str:
     return "\n".join(lines)
 
 
-def led(text: str, folder: str, repository: str, site: str) -> str:
+def absolute_links(text: str, folder: str, repository: str, site: str) -> str:
     """Lead the relative links of a text in ``folder`` to the site or the repository."""
     raw = repository.replace("//github.com", "//raw.githubusercontent.com")
 
@@ -258,12 +258,12 @@ def hosted(nb, folder: str, repository: str, site: str) -> None:
     nb.cells.insert(1, nbformat.v4.new_code_cell(lines, id="hosted"))
     for cell in nb.cells:
         if cell.cell_type == "markdown":
-            cell.source = led(cell.source, folder, repository, site)
+            cell.source = absolute_links(cell.source, folder, repository, site)
 
 
 if __name__ == "__main__":
     readme = ROOT / "README.md"
-    text = led(readme.read_text("utf-8"), "", *sys.argv[1:])
+    text = absolute_links(readme.read_text("utf-8"), "", *sys.argv[1:])
     readme.write_text(text.replace("ADDRESS-OF-THIS-REPOSITORY", sys.argv[1]), "utf-8")
     for path in (ROOT / "notebooks").rglob("*.ipynb"):
         nb = nbformat.read(path, as_version=4)
